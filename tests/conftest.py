@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,9 @@ if shutil.which("nvidia-smi") is None:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TABLE = read_table()
+END = float(os.environ.get("TESTS_END_AT", "inf"))
+"""Seconds since the epoch after which no test begins; `.ci/run` sets it."""
+NO_TIME = "no time is left for it (TESTS_END_AT)"
 
 Make = Callable[[Path], object]
 
@@ -64,6 +68,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     seconds = TABLE[tier] if tier else {}
     items.sort(key=lambda item: place_of(_name(item.path), seconds))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > END:
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests did not begin in time; they are no failures."""
+    reports = terminalreporter.getreports("skipped")
+    late = sum(NO_TIME in str(report.longrepr) for report in reports)
+    if late:
+        terminalreporter.write_line(f"{late} tests did not run: {NO_TIME}")
 
 
 def _name(path: Path) -> str:
