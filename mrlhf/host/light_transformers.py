@@ -1,6 +1,6 @@
 """Makes `import transformers` cheap for processes that read tokenizers and configurations alone.
 
-Each rank of a run is such a process, and spent a third of its start on what it does not use. The
+Each rank of a run is such a process, and spent a fifth of its start on what it does not use. The
 package imports this file first of all, so it imports neither torch nor transformers.
 """
 
