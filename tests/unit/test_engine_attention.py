@@ -78,6 +78,7 @@ def _layer(
         window=window,
         proj=linear(some(HIDDEN, KV_HEADS * PER_KV_HEAD * DIM)),
         sinks=5 * some(KV_HEADS * PER_KV_HEAD) if has_sinks else None,
+        has_gate=False,
     )
 
 

@@ -23,7 +23,7 @@ from transformers.utils.import_utils import define_import_structure as define
 
 [models] = transformers.models.__path__
 for arguments in ((models, "models"), (models + "/__init__.py",)):
-    assert define(*arguments) == define.__wrapped__(*arguments)
+    assert define(*arguments) == define.__wrapped__.__wrapped__(*arguments)
 
 mixin = transformers.GenerationMixin
 assert mixin.__module__ == "transformers.generation.utils"
