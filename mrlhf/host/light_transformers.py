@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import marshal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,8 @@ _ADDS_MIXIN = "add_generation_mixin_to_remote_model"
 def _keep_structure(module: ModuleType) -> Iterator[None]:
     """Keep what transformers finds by reading each of its 2,700 files for the names in it."""
     yield
-    define = module.define_import_structure
+    # Its own table in memory is of no use: who asks first adds names to what it returns.
+    define = inspect.unwrap(module.define_import_structure)
 
     @functools.wraps(define)
     def kept(module_path: str | Path, prefix: str | None = None) -> Any:

@@ -23,7 +23,9 @@ from transformers.utils.import_utils import define_import_structure as define
 
 [models] = transformers.models.__path__
 for arguments in ((models, "models"), (models + "/__init__.py",)):
-    assert define(*arguments) == define.__wrapped__.__wrapped__(*arguments)
+    kept, read = define(*arguments), define.__wrapped__(*arguments)
+    differ = [(of, kept.get(of), read.get(of)) for of in {*kept, *read}]
+    assert kept == read, [both for both in differ if both[1] != both[2]]
 
 mixin = transformers.GenerationMixin
 assert mixin.__module__ == "transformers.generation.utils"
