@@ -389,9 +389,9 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
                 phase = name.removeprefix("timing_s/")
                 totals[phase] = totals.get(phase, 0.0) + value
 
-    # The steps of supervised training have no phases but validation, which is not in them.
+    # The steps of supervised training have no phases; what else takes time is not in them.
     phases = {phase: seconds for phase, seconds in totals.items() if phase != "step"}
-    if phases.keys() <= {"testing"}:
+    if phases.keys() <= {"testing", "save_checkpoint"}:
         phases = totals
     whole = sum(phases.values())
     longest_first = sorted(phases.items(), key=lambda item: -item[1])

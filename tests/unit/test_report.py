@@ -40,6 +40,13 @@ def summary_of(tmp_path, records):
     return json.loads((tmp_path / "summary.json").read_text())
 
 
+def test_time_outside_of_a_step_stands_beside_it(tmp_path, caplog):
+    record = {"step": 1, "timing_s/step": 6, "timing_s/testing": 3, "timing_s/save_checkpoint": 1}
+    with caplog.at_level(logging.INFO):
+        summary_of(tmp_path, [record])
+    assert "  time: step 60%, testing 30%, save_checkpoint 10%\n" in caplog.text
+
+
 def test_the_closing_report(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         summary = summary_of(tmp_path, RECORDS)
