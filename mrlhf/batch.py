@@ -67,13 +67,17 @@ class Sequences:
         """The last sequence of each row."""
         is_last = torch.ones_like(self.rows, dtype=torch.bool)
         is_last[:-1] = self.rows[1:] != self.rows[:-1]
+        return self.select(is_last)
+
+    def select(self, chosen: Tensor) -> Sequences:
+        """The sequences that `chosen`, bool [sequences], chooses; they keep their rows."""
         return replace(
             self,
-            begins=self.begins[is_last],
-            lengths=self.lengths[is_last],
-            prompt_lengths=self.prompt_lengths[is_last],
-            rows=self.rows[is_last],
-            columns=self.columns[is_last],
+            begins=self.begins[chosen],
+            lengths=self.lengths[chosen],
+            prompt_lengths=self.prompt_lengths[chosen],
+            rows=self.rows[chosen],
+            columns=self.columns[chosen],
         )
 
 

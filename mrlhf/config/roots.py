@@ -40,9 +40,14 @@ from mrlhf.config.tree import nodes
 from mrlhf.rl.names import RowKind, estimator_traits, policy_loss_traits
 
 
+def section_of(role: str) -> str:
+    """The section with the keys of a role, which an ensemble or several teachers share."""
+    return role.split(".")[0]
+
+
 def is_reward_model(role: str) -> bool:
     """Whether a role is a reward model, alone or in an ensemble."""
-    return role.split(".")[0] == "reward_model"
+    return section_of(role) == "reward_model"
 
 
 class Root(Section):
@@ -239,12 +244,18 @@ class PPOConfig(Root):
         """Where the policy meets the teacher; None without one."""
         return None if self.teacher is None else self.algorithm.distillation.mode
 
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the teacher is the policy with other adapters or none."""
+        return self.teacher is not None and not self.teacher.models
+
     def longest_of(self, role: str) -> int:
         """Tokens of the longest sequence that a role reads, whose prompts may be its own."""
         lengths = [self.data.max_length]
         for name, section in self.own_prompts().items():
-            is_policy = name == "teacher" and "teacher" not in self.roles()
-            if role == ("actor" if is_policy else name) and section.max_prompt_length is not None:
+            is_policy = name == "teacher" and self.teaches_itself
+            reads = section_of(role) == ("actor" if is_policy else name)
+            if reads and section.max_prompt_length is not None:
                 lengths.append(section.max_prompt_length + self.data.max_response_length)
         return max(lengths)
 
@@ -296,8 +307,8 @@ class PPOConfig(Root):
         roles: dict[str, RoleSection] = {**self.trained()}
         if self.needs_reference and not self.reference_is_policy:
             roles["reference"] = self.reference
-        if self.teacher is not None and self.teacher.weights == "path":
-            roles["teacher"] = self.teacher
+        if self.teacher is not None:
+            roles |= self.teacher.models
         if self.judge_model is not None:
             roles["judge_model"] = self.judge_model
         return roles | self._reward_models()

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from mrlhf.config.fields import Count, Decay, Positive, Rows, Section, expand_path
+from mrlhf.config.fields import Count, Decay, PathText, Positive, Rows, Section, Texts, expand_path
 from mrlhf.config.frozen import FrozenSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 from mrlhf.config.sections import OwnPromptSection, RoleSection
@@ -24,8 +24,20 @@ def _without_teacher(place: KeyPlace) -> NotRead | None:
 
 
 _IF_THERE_IS_ONE = ReadIf(_without_teacher)
+_IF_PATH = read_if("weights", lambda name: name == "path", "is another", "use path")
 _IF_EARLIER = read_if("weights", lambda name: name == "earlier", "is another", "use earlier")
 _IN_LOSS = read_if("mode", lambda mode: mode == "loss", "is reward", "use loss")
+
+
+class NamedTeacherSection(Section):
+    """One of several teachers."""
+
+    name: Annotated[str, Field(pattern=r"^[\w-]+$")]
+    """its name in metrics and messages: letters, digits, _ and -"""
+    path: PathText
+    """Hugging Face directory, or org/name of the Hub"""
+    data_source: Annotated[Texts, Field(min_length=1)]
+    """the data sources whose rows it teaches"""
 
 
 class TeacherSection(OwnPromptSection, FrozenSection):
@@ -42,10 +54,22 @@ class TeacherSection(OwnPromptSection, FrozenSection):
     becomes the policy"""
     path: Annotated[str, AfterValidator(lambda text: text and expand_path(text))] = ""
     """weights path: Hugging Face directory, or org/name of the Hub"""
+    several: Annotated[list[NamedTeacherSection], _IF_PATH] = Field(default_factory=list)
+    """in the place of path: several teachers, each with the rows of other data sources; all have
+    this section's layout, and its other keys"""
 
     refused: ClassVar[Rows] = {
         "{section}.path is not set, and {weights} is a model of its own; set it, or weights to "
-        "base": lambda self: self.weights == "path" and not self.path,
+        "base, or name several teachers in {section}.several": lambda self: (
+            self.weights == "path" and not self.path and not self.several
+        ),
+        "{path} is one teacher, and {section}.several names {names}; leave out one of "
+        "both": lambda self: (
+            bool(self.path and self.several)
+            and {"names": ", ".join(each.name for each in self.several)}
+        ),
+        "{section}.several names {twice} twice; each has one place, and each data source one "
+        "teacher": lambda self: _named_twice(self.several),
         "{section}.{key} has no effect, since {weights} is the actor's model in its layout; leave "
         "it out, or set weights to path": lambda self: [
             {"key": key}
@@ -57,6 +81,27 @@ class TeacherSection(OwnPromptSection, FrozenSection):
             self.weights != "path" and not actor.lora.is_on
         ),
     }
+
+    @property
+    def models(self) -> dict[str, TeacherSection]:
+        """The models that are built, by role; none if the policy teaches itself."""
+        if self.weights != "path":
+            return {}
+        if not self.several:
+            return {"teacher": self}
+        return {f"teacher.{x.name}": self.model_copy(update={"path": x.path}) for x in self.several}
+
+    @property
+    def by_source(self) -> dict[str, str]:
+        """The name of each data source's teacher; empty if there is one for all."""
+        return {source: each.name for each in self.several for source in each.data_source}
+
+
+def _named_twice(several: list[NamedTeacherSection]) -> list[dict[str, str]]:
+    """The teachers and data sources that are named more than once."""
+    named = [f"the teacher {each.name}" for each in several]
+    named += [f"the data source {source}" for each in several for source in each.data_source]
+    return [{"twice": words} for words in sorted(set(named)) if named.count(words) > 1]
 
 
 def _default_of(key: str) -> object:

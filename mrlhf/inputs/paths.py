@@ -179,6 +179,9 @@ def _replace(tree: dict[str, Any], taken: Mapping[str, list[str]]) -> None:
     for key, value in tree.items():
         if isinstance(value, dict):
             _replace(value, taken)
+        elif key == "several":
+            for each in value:
+                _replace(each, taken)
         elif key == "ensemble" or key.endswith("_files"):
             tree[key] = [file for name in value for file in taken.get(name, [name])]
         elif key in ("path", "tokenizer") and value in taken:

@@ -8,7 +8,6 @@ the conditions between these. It does not know how a file is read, nor how its r
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from mrlhf.config.roots import (
     SFTConfig,
     SupervisedConfig,
     is_reward_model,
+    section_of,
 )
 from mrlhf.data.preferences import (
     PreferenceRows,
@@ -151,7 +151,20 @@ def read_prompts(
     """The prompts by split, as data sets and whole; raises as `check_inputs`."""
     splits = _prompts_by_split(config, engine.tokenizer, engine.environments)
     check_sources(config, {name for _, every in splits.values() for name in every.data_source})
+    if "train" in splits:
+        _check_taught(config, set(splits["train"][1].data_source))
     return splits
+
+
+def _check_taught(config: PPOConfig, sources: set[str]) -> None:
+    """Refuse several teachers that do not have exactly the rows' data sources."""
+    taught = {} if config.teacher is None else config.teacher.by_source
+    if taught and taught.keys() != sources:
+        named, there = (", ".join(map(repr, sorted(each))) for each in (taught, sources))
+        raise ConfigError(
+            f"teacher.several names the data sources {named}, and the rows of data.train_files are "
+            f"of {there}; name each of the latter in one teacher, and no others"
+        )
 
 
 def read_row_inputs(config: SFTConfig | CriticConfig) -> RowInputs:
@@ -292,11 +305,12 @@ def _check_vocabularies(config: AnyConfig, tokenizer: Tokenizer) -> None:
 
     full_kl = isinstance(config, PPOConfig) and config.needs_full_kl
     check_vocabularies(sizes, tokenizer.highest_id, ("actor", "reference") if full_kl else ())
-    if sizes.get("teacher", math.inf) < sizes.get("actor", 0):
-        raise ConfigError(
-            f"teacher's vocab_size {sizes['teacher']} is less than the actor's {sizes['actor']}, "
-            "so it gives some tokens no probability; use a teacher that has all of them"
-        )
+    for name, size in sizes.items():
+        if section_of(name) == "teacher" and size < sizes.get("actor", 0):
+            raise ConfigError(
+                f"{name}'s vocab_size {size} is less than the actor's {sizes['actor']}, so it "
+                "gives some tokens no probability; use a teacher that has all of them"
+            )
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
     policy = "actor" if isinstance(config, PPOConfig) else "model"

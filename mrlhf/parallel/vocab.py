@@ -66,14 +66,22 @@ class OutputLayer:
 
 
 @dataclass(frozen=True)
+class ReferenceTokens:
+    """Consecutive tokens of one reference, for the KL to it."""
+
+    layer: OutputLayer  # its output layer
+    hidden: Tensor  # [tokens, hidden], its hidden states
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Some tokens, and the hidden states that their distributions are computed from."""
 
     hidden: Tensor  # [tokens, hidden], equal on all ranks of the output layer's group
     targets: Tensor  # int64 [tokens], each in [0, vocab_size)
     lengths: Sequence[int]  # tokens of each sequence here, one sequence after the other
-    ref_layer: OutputLayer | None = None  # the output layer of the reference, for the KL to it
-    ref_hidden: Tensor | None = None  # [tokens, hidden], the hidden states of the reference
+    # All tokens again, those of one reference after those of another; None: no KL is wanted.
+    references: Sequence[ReferenceTokens] | None = None
     # The most tokens that each has on any of the ranks that hold parts of it; None if this rank
     # holds them whole.
     most_lengths: Sequence[int] | None = None
@@ -201,7 +209,7 @@ class _Projection:
     """
 
     def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: NumbersToCompute) -> None:
-        assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
+        assert wanted.kl == (tokens.references is not None)
         assert sum(tokens.lengths) == len(tokens.targets)
         self._layer = layer
         self._tokens = tokens
@@ -216,7 +224,7 @@ class _Projection:
         rows = max(chunk.stop - chunk.start for chunk in self.chunks)
         self._logits = layer.weight.new_empty((rows, shard), dtype=torch.float32)
         self._ref_logits: Tensor | None = None
-        if tokens.ref_layer is not None:
+        if tokens.references is not None:
             self._ref_logits = torch.empty_like(self._logits)
         self._held: slice | None = None
         # Of the chunks measured last, if their divergence is that of other distributions.
@@ -311,13 +319,25 @@ class _Projection:
         if self._held != rows:
             mm(tokens.hidden[rows], self._layer.weight.t(), logits)
             if ref_logits is not None:
-                assert tokens.ref_layer is not None and tokens.ref_hidden is not None
-                mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), ref_logits)
-                if tokens.ref_layer.scale != self._layer.scale:  # sums scale both by the latter
-                    ref_logits.mul_(tokens.ref_layer.scale / self._layer.scale)
+                self._project_references(rows, ref_logits)
             self._mask(rows, logits, ref_logits)
             self._held = rows
         return logits, ref_logits
+
+    def _project_references(self, rows: slice, ref_logits: Tensor) -> None:
+        """Write the references' logits of these tokens."""
+        end = 0
+        for reference in self._tokens.references or ():
+            begin = end
+            end += len(reference.hidden)
+            first = max(begin, rows.start)
+            last = min(end, rows.stop)
+            if first < last:
+                logits = ref_logits[first - rows.start : last - rows.start]
+                layer = reference.layer
+                mm(reference.hidden[first - begin : last - begin], layer.weight.t(), logits)
+                if layer.scale != self._layer.scale:  # sums scale both by the latter
+                    logits.mul_(layer.scale / self._layer.scale)
 
     def _mask(self, rows: slice, *every: Tensor | None) -> None:
         """Give no probability to the tokens that could not be drawn."""

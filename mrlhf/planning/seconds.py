@@ -104,7 +104,7 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
     if "params" in offload:
         params = sizes.sizes[f"{name}/params"]
         # The reference and the reward model only come; the others come and go for each pass.
-        phases = {"critic": 2, "model": 1}
+        phases: dict[str, float] = {"critic": 2, "model": 1}
         if isinstance(config, PPOConfig):
             phases["actor"] = 2 + _scorings(config, "actor")
         moved += 2 * phases[name] * params if name in phases else params
@@ -117,15 +117,16 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
     return moved
 
 
-def _scorings(config: PPOConfig, name: str) -> int:
+def _scorings(config: PPOConfig, name: str) -> float:
     """How often a step passes its sequences through a model before the update."""
+    if config.teacher is not None and name in config.teacher.models:
+        return 1 / len(config.teacher.models)  # as if each had equally many rows
     if name != "actor":
         return 1
     is_reference = config.needs_reference and config.reference_is_policy
     is_only_pass = math.prod(_updates(config, name)) == 1 and not config.needs_old_logprobs_early
-    teaches = config.teacher is not None and "teacher" not in config.roles()
     is_spared = is_only_pass or config.algorithm.rollout_correction.bypass_mode
-    return is_reference + teaches + (not is_spared)
+    return is_reference + config.teaches_itself + (not is_spared)
 
 
 def _samples(config: AnyConfig) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.reads import listed
-from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig, section_of
+from mrlhf.config.sections import RoleSection
 from mrlhf.config.unread import contradictions, unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.metrics.table import KINDS
@@ -57,7 +58,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     problems += [str(unread) for unread in unread_keys(config)]
 
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
 def check_generation(config: PPOConfig, world_size: int) -> None:
@@ -71,20 +72,22 @@ def check_generation(config: PPOConfig, world_size: int) -> None:
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
-    for name, role in config.roles().items():
+    for name, role in _sections(config).items():
         problem = AxisSizes.of(role).problem(name, world_size)
         if problem is not None and not _is_inherited(config, name, _AXES_OF_RANKS):
             yield problem
 
 
+def _sections(config: AnyConfig) -> dict[str, RoleSection]:
+    """The sections of the models, each once, by their names."""
+    return {section_of(name): role for name, role in config.roles().items()}
+
+
 def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
     """Whether role `name` has taken all of `keys` from another role, which is complained about."""
-    if "." in name:
-        return True  # a further member of an ensemble, which has one layout
-    role = config.roles()[name]
-    for key in keys:
-        source = config.inherited.get(f"{name}.{key}")
-        if source is None or role.value_of(key) != config.value_of(source):
+    for key in (f"{name}.{key}" for key in keys):
+        source = config.inherited.get(key)
+        if source is None or config.value_of(key) != config.value_of(source):
             return False
     return True
 
@@ -94,7 +97,7 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
     too_small = []
     needed = longest_unit(config)
     padded_for = ""
-    for name, role in config.roles().items():
+    for name, role in _sections(config).items():
         is_inherited = _is_inherited(config, name, ("sequence_parallel", "tp"))
         if role.sequence_parallel and role.tp == 1 and not is_inherited:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
@@ -183,14 +186,15 @@ def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     n = config.rollout.n
     widest = 0  # the largest data-parallel size that was complained about
     for work in role_work(config, world_size):
-        is_inherited = _is_inherited(config, work.name, ("ppo_mini_batch_size",))
+        name = section_of(work.name)
+        is_inherited = _is_inherited(config, name, ("ppo_mini_batch_size",))
         is_told = work.is_trained and is_inherited and work.dp <= widest
         if work.units < work.dp and not is_told:
             widest = max(widest, work.dp)
             yield (
                 f"{work.key} {work.rows} x rollout.n {n} = {work.units} samples are fewer than the "
-                f"data-parallel size {work.dp} of {work.name}; set {work.key} to at least "
-                f"{-(-work.dp // n)} or raise {work.name}.tp"
+                f"data-parallel size {work.dp} of {name}; set {work.key} to at least "
+                f"{-(-work.dp // n)} or raise {name}.tp"
             )
 
 

@@ -157,12 +157,12 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
 
     if isinstance(config, PPOConfig):
         _add_generation(found, config, shares["actor"])
-        if config.distils_in == "loss" and "teacher" in shares:
-            actor, teacher = shares["actor"], shares["teacher"]
+        for name in config.teacher.models if config.teacher and config.distils_in == "loss" else ():
+            actor, teacher = shares["actor"], shares[name]
             rows = -(-actor.spec.vocab_size // actor.layout.tp)
             is_last = actor.stage == actor.layout.pp - 1
             nbytes = rows * teacher.spec.hidden_size * teacher.itemsize if is_last else 0
-            found.phases[update_of("actor")]["teacher_output/params"] = nbytes
+            found.phases[update_of("actor")][f"{name}_output/params"] = nbytes
         if "judge_model" in shares:
             judge = shares["judge_model"]
             found.sizes["judge engine/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)

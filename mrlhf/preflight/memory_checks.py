@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mrlhf.config.fields import Section
-from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig, section_of
 from mrlhf.errors import ConfigError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.device_memory import BOUND_KEY
@@ -103,7 +103,7 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
     for owners in (["grads"], ["grads", "optimizer"], list(OWNERS)):
         choice = {f"{name}.offload": owners for name in trained}
         if "params" in owners:
-            choice |= {f"{name}.offload": ["params"] for name in frozen}
+            choice |= {f"{section_of(name)}.offload": ["params"] for name in frozen}
         choices.append(choice)
 
     optim = "optim" if isinstance(config, SupervisedConfig) else "{}.optim"

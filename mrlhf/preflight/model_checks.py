@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mrlhf.checkpoint.frozen import check_base
-from mrlhf.config.roots import AnyConfig, PPOConfig, is_reward_model
+from mrlhf.config.roots import AnyConfig, PPOConfig, is_reward_model, section_of
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
@@ -218,7 +218,7 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
             continue  # its problems are those of the policy, whose keys it inherits
         if role.transformer_engine == "on":
             yield from _transformer_engine_problems(config, name, spec)
-        key = "reward_model" if is_reward_model(name) else name  # an ensemble has one layout
+        key = section_of(name)
         problems = (
             tp_problem(f"{key}.tp", role.tp, spec),
             pp_problem(key, AxisSizes.of(role).stages, spec),
@@ -326,7 +326,7 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
         longest = config.longest_of(name)
         lengths = "the data's maximum lengths"
         if longest > config.data.max_length:
-            lengths = f"{'teacher' if name == 'actor' else name}.max_prompt_length"
+            lengths = f"{'teacher' if name == 'actor' else section_of(name)}.max_prompt_length"
         if isinstance(config, PPOConfig) and name == "judge_model":
             longest = config.of_judge().data.max_length
             lengths = _LENGTHS_OF_JUDGE

@@ -75,6 +75,7 @@ class Actor:
         self._settings = settings
         self._section = settings.section
         self._token_logprobs = TokenLogprobs(engine, temperature)
+        engine.further_metrics = settings.teacher_metrics
 
     def evaluate(
         self,

@@ -5,10 +5,11 @@ The formulas are in `rl`, and per-token losses become one number in `policy_obje
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience
@@ -52,6 +53,8 @@ class PolicyBatch:
     token_weights: Tensor  # the weight of each token in the sum of a loss
     # bool, the tokens chosen by their covariance, or None where the loss chooses none
     selected: Tensor | None = None
+    # int32, each token's teacher among the names in the settings, or None without names
+    teachers: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyBatch:
         """Apply `change` to every field."""
@@ -79,24 +82,20 @@ class PolicyLossSettings:
     # the divergence from a teacher that is part of the loss; None: none is
     distillation: DistillationSection | None = None
     sharpness: float = 1.0  # of that divergence; see `NumbersToCompute`
+    # the name of each data source's teacher; empty if there is one for all
+    teacher_of: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        actor: ActorSection,
-        correction: RolloutCorrectionSection,
-        distillation: DistillationSection | None = None,
-        temperature: float = 1.0,
-    ) -> PolicyLossSettings:
-        """The settings that these sections ask for; `temperature` divides the policy's logits."""
+    def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
+        """The settings that these sections ask for."""
         name = correction.trained_loss(actor.policy_loss.loss_mode)
-        settings = PolicyLossSettings.named(name, actor, configured_bypass(correction))
-        return settings.distilling(distillation, temperature)
+        return PolicyLossSettings.named(name, actor, configured_bypass(correction))
 
     def distilling(
-        self, distillation: DistillationSection | None, temperature: float
+        self, distillation: DistillationSection, temperature: float
     ) -> PolicyLossSettings:
-        """The same with a divergence from a teacher."""
-        sharpness = 1.0 if distillation is None else distillation.sharpness(temperature)
+        """The same with a divergence from a teacher; `temperature` divides the policy's logits."""
+        sharpness = distillation.sharpness(temperature)
         return replace(self, distillation=distillation, sharpness=sharpness)
 
     @staticmethod
@@ -150,6 +149,12 @@ class PolicyLossSettings:
         drawn = experience.rollout.loss_mask[span]
         mask = experience.loss_mask[span]
         positive = rows_of(experience.positive)
+        teachers = None
+        if self.teacher_of:
+            sources = experience.rollout.prompts.data_source[span]
+            names = list(dict.fromkeys(self.teacher_of.values()))
+            numbers = [names.index(self.teacher_of[source]) for source in sources]
+            teachers = torch.tensor(numbers, dtype=torch.int32)[:, None].expand_as(mask)
         return PolicyBatch(
             drawn=drawn,
             mask=mask,
@@ -159,7 +164,13 @@ class PolicyLossSettings:
             weights=rows_of(experience.weights),
             right=None if positive is None else drawn & positive[:, None],
             token_weights=self.token_weights(mask),
+            teachers=teachers,
         )
+
+    @property
+    def teacher_metrics(self) -> list[str]:
+        """The names of the teachers' own divergences, if there are several."""
+        return [f"actor/distillation_kl/{name}" for name in dict.fromkeys(self.teacher_of.values())]
 
     def token_weights(self, mask: Tensor) -> Tensor:
         """The weight of each token in the sum of a loss, for a table of whole sequences."""

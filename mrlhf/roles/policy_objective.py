@@ -34,6 +34,7 @@ class PolicyMiniBatch:
     # the numbers of each of this rank's packs, where the model is: of the tokens that this rank
     # holds, or of whole sequences where the loss needs these
     packs: list[PolicyBatch]
+    teachers: Sequence[int] = ()  # those that have any of these tokens, if they have names
 
     @staticmethod
     def of(batch: PolicyBatch, packs: Sequence[Pack], by_token: bool) -> PolicyMiniBatch:
@@ -47,6 +48,7 @@ class PolicyMiniBatch:
             tokens=int(batch.mask.sum()),
             right_tokens=0 if batch.right is None else int(batch.right.sum()),
             packs=batch.of_packs(packs, whole_rows=not by_token),
+            teachers=() if batch.teachers is None else batch.teachers[batch.mask].unique().tolist(),
         )
 
 
@@ -62,6 +64,7 @@ class PolicyObjective:
             mini_batch.tokens, mini_batch.sequences, self._section.agg_mode
         )
         self._right_tokens = max(mini_batch.right_tokens, 1)
+        self._teachers = mini_batch.teachers
 
     def __call__(
         self, batch: PolicyBatch, numbers: TokenNumbers, share: float
@@ -103,6 +106,11 @@ class PolicyObjective:
             divergence = self._aggregate(numbers.full_kl, batch)
             loss = loss + distillation.coef * divergence
             tally.add("actor/distillation_kl", divergence, share)
+            for number in self._teachers:
+                assert batch.teachers is not None
+                own = mask & (batch.teachers == number)
+                name = self._settings.teacher_metrics[number]
+                tally.add(name, masked_sum(numbers.full_kl, own), own.sum())
 
         if batch.right is not None and section.positive_lm_coef:
             # Mean negative log-likelihood of the tokens that the policy drew in right responses,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packs import Pack
-from mrlhf.parallel.vocab import LossParts, OutputLayer, Tokens, token_numbers
+from mrlhf.parallel.vocab import LossParts, OutputLayer, ReferenceTokens, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import NumbersToCompute, TokenNumbers
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.residency import Residency
@@ -21,11 +21,10 @@ from mrlhf.training.residency import Residency
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """The reference's side of a KL over the whole vocabulary, for one pack."""
+    """The references' side of a KL over the whole vocabulary, for one pack."""
 
-    residency: Residency  # has the reference on the device
-    layer: OutputLayer  # the reference's output layer
-    hidden: Tensor  # [selected, hidden], the reference's hidden states; on any device
+    residencies: Sequence[Residency]  # have the output layers on the device
+    tokens: Sequence[ReferenceTokens]  # all that are selected, in order; states on any device
 
 
 @contextmanager
@@ -33,8 +32,8 @@ def reference_on_device(states: Sequence[ReferenceStates | None] | None) -> Iter
     """Have the reference there as long as its states are used, if there are any."""
     with ExitStack() as stack:
         for state in states or ():
-            if state is not None:
-                stack.enter_context(state.residency.needing("params"))
+            for residency in () if state is None else state.residencies:
+                stack.enter_context(residency.needing("params"))
         yield
 
 
@@ -98,6 +97,5 @@ class TokenLogprobs:
         )
         if reference is None:
             return tokens
-        return replace(
-            tokens, ref_layer=reference.layer, ref_hidden=reference.hidden.to(hidden.device)
-        )
+        there = [replace(each, hidden=each.hidden.to(hidden.device)) for each in reference.tokens]
+        return replace(tokens, references=there)

@@ -82,7 +82,7 @@ class ModelEngine:
 
         `phases` may stop a pass over packs, and its memory is told what the model `name` holds.
         """
-        self._name = name
+        self.name = name
         self.spec = spec
         self.groups = groups
         self.device = device.torch_device
@@ -110,6 +110,7 @@ class ModelEngine:
         self.chunks: list[Any] = list(built.chunks)
         self._slots = slots_of(built.chunks, spec, groups.layout, groups.coordinates)
         self.optimizer: ShardedOptimizer | None = None
+        self.further_metrics: Sequence[str] = ()  # that a loss may give, on every rank the same
         self._routing: ExpertRouting | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, self.phases)
         self.residency = self._make_residency()
@@ -294,7 +295,7 @@ class ModelEngine:
         """
         if self.spec.keeps_weights and self.groups.world.rank() == 0:
             trained, every = parameter_counts(self.spec)
-            logger.info("%s: %s of %s parameters train", self._name, f"{trained:,}", f"{every:,}")
+            logger.info("%s: %s of %s parameters train", self.name, f"{trained:,}", f"{every:,}")
         self.residency.close()
         self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
         self.residency = self._make_residency(optim.stream)
@@ -341,9 +342,9 @@ class ModelEngine:
         """Take one optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
 
         `loss` and `routing` are those of `Pipeline.forward_backward`; the scalar of `loss` is
-        already divided by the global count. `role` is the prefix of the metrics' names; the table
-        of metrics has a row for each name in a tally. `stop` takes the metrics of the whole
-        mini-batch, for which the ranks exchange their parts; if it is true, no step is taken.
+        already divided by the global count. `role` is the prefix of the metrics' names; those of a
+        tally are in the table of metrics or `further_metrics`. `stop` takes the metrics of the
+        whole mini-batch, for which the ranks exchange their parts; if true, no step is taken.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
@@ -360,7 +361,7 @@ class ModelEngine:
 
             kept = [None if result is None else result.kept for result in results]
             load = None if self._routing is None else self._routing.load()
-            outcome = MiniBatchResult(role, tally, kept, step=None, load=load)
+            outcome = MiniBatchResult(role, tally, kept, None, load, self.further_metrics)
             if stop is not None and stop(self.metrics_of([outcome])):
                 return outcome
             return replace(outcome, step=self.optimizer.step())
@@ -456,7 +457,7 @@ class ModelEngine:
             self._let_reader_finish()
 
         offload = self._section.offload
-        return Residency(self._name, owners, offload, self.phases.memory, wait, stream)
+        return Residency(self.name, owners, offload, self.phases.memory, wait, stream)
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -49,7 +49,7 @@ class OutputShard:
         scale = 1.0 / (temperature * engine.spec.logits_divisor)
         self.layer = OutputLayer(self._weight, groups.tp, vocabulary, scale)
         self.residency = Residency(
-            "teacher_output",
+            f"{engine.name}_output",
             {"params": lambda: [self._weight]},
             ["params"],
             engine.phases.memory,

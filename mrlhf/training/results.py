@@ -40,6 +40,8 @@ class MiniBatchResult:
     kept: list[Tensor | None]  # `PackResult.kept` of each pack; empty before the last stage
     step: OptimizerStep | None  # the outcome of the optimizer step; None if `stop` prevented it
     load: ExpertLoad | None = None  # of the experts; None for a dense model
+    # Metrics that some ranks' tallies may have beside those of the table; the same on every rank.
+    further: Sequence[str] = ()
 
 
 def merge_results(results: Sequence[MiniBatchResult], total: Tally, group: ProcessGroup) -> Tally:
@@ -47,7 +49,7 @@ def merge_results(results: Sequence[MiniBatchResult], total: Tally, group: Proce
     if not results:
         return total
     role = results[0].role
-    names = names_of(role)
+    names = [*names_of(role), *results[0].further]
     # They are added in the order of the ranks, however many mini-batches there are, so that an
     # update that was interrupted gives the same numbers.
     parts = all_gather_ragged(

@@ -22,7 +22,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.roles.actor import Actor
-from mrlhf.roles.reference import Reference, Teacher
+from mrlhf.roles.reference import Reference, Teacher, Teachers
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.trainers.critic import ValueLearning
@@ -185,17 +185,18 @@ def _update_actor(
 ) -> dict[str, float]:
     experience = load_experience(setting.root, case)
     cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
-    states = _states_of(case, other, experience.rollout, cut)
+    states = _states_of(case, other, experience.rollout, cut, actor)
     return actor.update(experience, cut, states).metrics
 
 
 def _states_of(
-    case: Case, other: Reference | Teacher | None, rollout: Rollout, cut: BatchCut
+    case: Case, other: Reference | Teacher | None, rollout: Rollout, cut: BatchCut, actor: Actor
 ) -> list[ReferenceStates] | None:
     """What the actor's loss needs of the other model."""
     if isinstance(other, Teacher):
         as_read = rollout.sequences(_own_prompts(case, rollout))
-        return other.states_for(other.engine.cut(as_read, "response"), cut)
+        asked = cut.packs if actor.engine.groups.is_last_stage else []
+        return Teachers({"": other}, {}).states_for(rollout.prompts.data_source, as_read, asked)
     return None if other is None else other.states(cut)
 
 
@@ -212,7 +213,7 @@ def _fresh_step(
     rollout = experience.rollout
     cut = cut_responses(actor, rollout)
     logprobs = actor.evaluate(rollout, cut).logprobs
-    states = _states_of(case, other, rollout, cut)
+    states = _states_of(case, other, rollout, cut, actor)
 
     # All epochs but one are done.
     progress = UpdateProgress(mini_batches=plain_ppo.EPOCHS - 1)

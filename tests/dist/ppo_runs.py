@@ -39,6 +39,9 @@ from tests.tiny_task import data_keys, write_tiny_task
 WORLD_SIZE = 4
 MODEL = "llama"
 REWARD_MODEL = "qwen2-tied-critic"
+WIDE_TEACHER = "llama-wide"
+SOURCES = ("sums", "others")
+"""The data sources of the rows of `data/mixed.jsonl`, two thirds and one third of them."""
 REWARD_WEIGHT = 0.5
 KL_COEF = 0.2
 TARGET_KL = 1e-4
@@ -218,6 +221,10 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     write_tiny_task(root / "data", train=20)
     for part in (root / f"{MODEL}-ref", root / "data" / "tokenizer"):
         shutil.copytree(part, root / "judge", dirs_exist_ok=True)
+    plain_models.save_wide(root / WIDE_TEACHER)
+    rows = (root / "data" / "train.jsonl").read_text().splitlines()
+    mixed = [json.loads(row) | {"data_source": SOURCES[n % 3 == 0]} for n, row in enumerate(rows)]
+    (root / "data" / "mixed.jsonl").write_text("\n".join(map(json.dumps, mixed)))
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "episodes.py").write_text(EPISODES)
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)

@@ -15,6 +15,7 @@ from mrlhf.batch import Sequences
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.rl import advantages
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
+from mrlhf.roles.reference import Teachers
 from mrlhf.roles.reward_model import RewardModel
 from tests.dist.ppo_runs import (
     DP4,
@@ -351,6 +352,100 @@ def test_bypass_measures_the_mismatch_also_while_the_critic_warms_up(runs: Runs)
         assert metrics["training/rollout_probs_diff_max"] < 0.1
         assert metrics["actor/entropy"] > 1.0
     assert "timing_s/old_log_prob" in one and "timing_s/old_log_prob" not in two
+
+
+TEACHER_OF = {"sums": "-ref", "others": "-wide"}  # of other sizes than the policy and each other
+_SEVERAL = ", ".join(
+    f"{{name: {source}-expert, path: ROOT/{MODEL}{suffix}, data_source: {source}}}"
+    for source, suffix in TEACHER_OF.items()
+)
+SEVERAL = [
+    *WITHOUT_KL,
+    "actor.use_kl_loss=false",
+    "actor.kl_loss_coef=0.001",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_epochs=1",
+    "actor.loss_agg_mode=token-mean",
+    "reward_model=null",
+    "reward.terms=[{name: exact_match, weight: 0}]",  # the teachers alone teach
+    "data.train_files=ROOT/data/mixed.jsonl",
+    "algorithm.distillation.coef=0.5",
+    f"teacher.several=[{_SEVERAL}]",
+    "teacher.offload=[params]",
+]
+IN_LOSS = [*SEVERAL, "algorithm.adv_estimator=grpo"]
+SEVERAL_DEEP = Scenario("several teachers, tp2 pp2", [*TP2_PP2, "teacher.tp=2", *IN_LOSS])
+SEVERAL_WIDE = Scenario(
+    "several teachers, dp4", ["actor.micro_batch_tokens=16", "teacher.pp=2", *IN_LOSS]
+)
+SEVERAL_LONG = Scenario(
+    "several teachers, cp2", ["actor.cp=2", "actor.share_prompts=true", *IN_LOSS]
+)
+IN_REWARD = ["algorithm.distillation.mode=reward", "teacher.cp=2"]
+SEVERAL_IN_REWARD = Scenario("several teachers, reward", [*TP2_PP2, *SEVERAL, *IN_REWARD])
+
+
+def _swap_teachers(patch: pytest.MonkeyPatch, rank: int) -> None:
+    right = Teachers.shares
+
+    def wrong(teachers: Teachers, sources: list[str]) -> dict[str, torch.Tensor]:
+        shares = right(teachers, sources)
+        return dict(zip(shares, reversed(shares.values()), strict=True))
+
+    patch.setattr(Teachers, "shares", wrong)
+
+
+SEVERAL_SWAPPED = Scenario("several teachers, swapped", [*TP2_PP2, *IN_LOSS], _swap_teachers)
+
+
+def _assert_taught(runs: Runs, scenario: Scenario) -> None:
+    """Divergences and gradient are those of each row with the teacher of its data source alone."""
+    step = runs.steps(scenario)[0]
+    rollout = step.experience.rollout
+    assert not step.experience.advantages.any()
+    policy = runs.load()
+    teachers = {source: runs.load(suffix) for source, suffix in TEACHER_OF.items()}
+    divergences: dict[str, list[torch.Tensor]] = {source: [] for source in teachers}
+    for row, source in enumerate(rollout.prompts.data_source):
+        log_p = plain_tables.distribution(policy, rollout, row)
+        log_q = plain_tables.distribution(teachers[source], rollout, row).detach()
+        divergences[source].append(plain_tables.kl_between(log_p, log_q))
+
+    for source, rows in divergences.items():
+        of_source = torch.cat(rows).mean().item()
+        name = f"actor/distillation_kl/{source}-expert"
+        assert step.metrics[name] == pytest.approx(of_source, abs=2e-5), name
+    mean = torch.cat([row for rows in divergences.values() for row in rows]).mean()
+    assert step.metrics["actor/distillation_kl"] == pytest.approx(mean.item(), abs=2e-5)
+
+    (0.5 * mean).backward()
+    squares = [weight.grad.square().sum() for weight in policy.parameters()]
+    norm = torch.stack(squares).sum().sqrt().item()
+    assert step.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_each_row_learns_from_the_teacher_of_its_data_source(runs: Runs) -> None:
+    _assert_taught(runs, SEVERAL_DEEP)
+    assert_same_on_every_layout(runs, SEVERAL_DEEP, SEVERAL_WIDE, SEVERAL_LONG)
+    with pytest.raises(AssertionError, match="distillation_kl/sums-expert"):
+        _assert_taught(runs, SEVERAL_SWAPPED)
+
+
+def test_each_row_is_praised_by_the_teacher_of_its_data_source(runs: Runs) -> None:
+    step = runs.steps(SEVERAL_IN_REWARD)[0]
+    experience = step.experience
+    rollout = experience.rollout
+    assert experience.old_logprobs is not None
+    sources = rollout.prompts.data_source
+    for source, suffix in TEACHER_OF.items():
+        rows = torch.tensor([own == source for own in sources])
+        logprobs, _ = plain_tables.evaluate(runs.load(suffix), rollout)
+        praise = (logprobs - experience.old_logprobs) * rollout.loss_mask
+        assert rows.any() and praise[rows].abs().max() > 0.01
+        assert_close(experience.token_rewards[rows], 0.5 * praise[rows])
+        mean = -praise[rows].sum().item() / int(rollout.loss_mask[rows].sum())
+        name = f"actor/distillation_kl/{source}-expert"
+        assert step.metrics[name] == pytest.approx(mean, abs=2e-5)
 
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel import vocab
-from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
+from mrlhf.parallel.vocab import LossPart, OutputLayer, ReferenceTokens, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
 from tests.ranks import run_ranks
 from tests.rollouts import masks_of
@@ -21,6 +21,7 @@ TOKENS = 9
 HIDDEN = 6
 SCALE = 1.25
 LENGTHS = [3, 6]
+OTHERS = 4  # inside the second sequence
 FREE = 5  # the token at which all could be drawn
 LEAST_ROWS = 4  # three chunks, of which the second sequence takes two
 FACTORS = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(2))
@@ -75,13 +76,21 @@ def _shard_results(
     shard = -(-vocab_size // world_size)
     mine = slice(rank * shard, (rank + 1) * shard)
     whole = _random(shard * world_size, 0)
-    reference = _random(shard * world_size, 1)
+    # The tokens from `OTHERS` on have a reference with states of another size.
+    references = [(_random(shard * world_size, 1), _random(OTHERS, 4))]
+    larger = [
+        _random(rows, seed) for rows in (shard * world_size, TOKENS - OTHERS) for seed in (6, 7)
+    ]
+    references.append((torch.cat(larger[:2], dim=1) / 2, torch.cat(larger[2:], dim=1)))
     targets = torch.arange(TOKENS) * 5 % vocab_size
 
     hidden = _random(TOKENS, 3).requires_grad_()
     layer = OutputLayer(whole[mine].clone().requires_grad_(), group, vocab_size, SCALE)
-    ref_layer = OutputLayer(reference[mine].clone(), group, vocab_size, SCALE)
-    tokens = Tokens(hidden, targets, LENGTHS, ref_layer, _random(TOKENS, 4))
+    compared = [
+        ReferenceTokens(OutputLayer(weight[mine].clone(), group, vocab_size, SCALE), states)
+        for weight, states in references
+    ]
+    tokens = Tokens(hidden, targets, LENGTHS, compared)
     could = _could_be_drawn(targets, vocab_size)
     if masked:
         has_mask = torch.arange(TOKENS) != FREE
@@ -113,7 +122,7 @@ def _shard_results(
     slow = whole.double().requires_grad_()
     logits = (slow_hidden @ slow.T)[:, :vocab_size] * SCALE
     log_p = torch.log_softmax(logits.masked_fill(~could, -1e5), dim=-1)
-    ref_logits = _random(TOKENS, 4).double() @ reference.double().T
+    ref_logits = torch.cat([states.double() @ weight.double().T for weight, states in references])
     ref_logits = ref_logits[:, :vocab_size] * SCALE
     log_q = torch.log_softmax(ref_logits.masked_fill(~could, -1e5), dim=-1)
     p = log_p.exp()

@@ -69,6 +69,14 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
         save_adapter(critic, adapter, torch.Generator().manual_seed(8))
 
 
+def save_wide(path: Path) -> None:
+    """Write a random model with another number of hidden units than those of `save_models`."""
+    config = transformers.LlamaConfig(**(SIZES | {"hidden_size": 48}), tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
+    _randomise(model, torch.Generator().manual_seed(11))
+    model.save_pretrained(path)
+
+
 def _configs(layers: int) -> dict[str, Any]:
     """The configuration of each of `MODELS`."""
     deep = {"num_hidden_layers": 4}

@@ -108,12 +108,14 @@ def test_each_phase_of_ppo_counts_what_it_computes() -> None:
     # The reference scores; the only update of a step sees the policy as it was.
     scoring = model.forward(Work(32, 8, 24))
     assert took["scoring"] == pytest.approx(scoring)
+    teachers = [f"{{name: {name}, path: small, data_source: {name}}}" for name in "ab"]
     for keys, passes in (
         (["actor.ppo_epochs=2"], 2),
         (["algorithm.use_kl_in_reward=true"], 2),
         (["actor.ppo_epochs=2", "algorithm.rollout_correction.bypass_mode=true"], 1),
         (["actor.lora.rank=2"], 1),  # without its adapters the policy is the reference
         (["actor.lora.rank=2", "actor.ppo_epochs=2"], 2),
+        ([f"teacher.several=[{', '.join(teachers)}]"], 2),  # each reads a half
     ):
         more = load_config(PPOConfig, "grpo.yaml", ["distributed.device=cpu", *keys])
         assert _estimate(more, 1).seconds["scoring"] == pytest.approx(passes * scoring), keys

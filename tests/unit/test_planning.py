@@ -27,7 +27,7 @@ from mrlhf.planning.search import search
 from mrlhf.planning.seconds import Lengths, estimate
 from mrlhf.preflight import check, dry_run
 from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, footprint
-from mrlhf.preflight.memory_checks import check_memory, with_keys
+from mrlhf.preflight.memory_checks import check_memory, offloads, with_keys
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_of_all
@@ -161,6 +161,22 @@ def test_a_judge_counts_in_its_own_phase() -> None:
     sizes = footprint(split, _specs(split), 8)
     assert sizes.sizes["judge_model/params"] == pytest.approx(8_190_735_360 / 2, rel=0.1)
     assert sizes.sizes["judge engine/params"] > 0.4 * 8_190_735_360
+
+
+def test_each_of_several_teachers_counts() -> None:
+    """The output layer of 151,936 x 4096 weights has two parts; see above for the others."""
+    path = _config(GRPO).actor.path
+    each = ", ".join(f"{{name: {name}, path: {path}, data_source: {name}}}" for name in "ab")
+    config = _config(GRPO, f"teacher={{several: [{each}], tp: 2, offload: [params]}}")
+    phases = footprint(config, _specs(config), 8).phases
+    for name in ("teacher.a", "teacher.b"):
+        (nbytes,) = phases[f"passes of {name}"].values()
+        assert nbytes == pytest.approx(8_190_735_360, rel=1e-3)
+        assert phases["update of actor"][f"{name}_output/params"] == 151_936 * 4096
+
+    stays = with_keys(config, {"teacher.offload": []})
+    leaves = with_keys(stays, {"teacher.offload": offloads(stays)[3]["teacher.offload"]})
+    assert footprint(leaves, _specs(leaves), 8).phases == phases
 
 
 def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrlhf.parallel import vocab, vocab_sums
-from mrlhf.parallel.vocab import LossPart, OutputLayer, Tokens, token_numbers
+from mrlhf.parallel.vocab import LossPart, OutputLayer, ReferenceTokens, Tokens, token_numbers
 from mrlhf.parallel.vocab_sums import Normalisers, NumbersToCompute, TokenNumbers
 from tests.token_loss import divergence, token_loss
 
@@ -55,7 +55,7 @@ def test_two_tokens_by_hand() -> None:
     hidden = torch.tensor([[1.0]])
     layer = OutputLayer(torch.tensor([[0.0], [math.log(3.0)]]), None, 2, 1.0)
     flat = OutputLayer(torch.zeros(2, 1), None, 2, 1.0)
-    tokens = Tokens(hidden, torch.tensor([1]), [1], flat, hidden)
+    tokens = Tokens(hidden, torch.tensor([1]), [1], [ReferenceTokens(flat, hidden)])
     numbers = token_numbers(layer, tokens, NumbersToCompute(entropy=True, squares=True, kl=True))
 
     found = [float(number) for number in vars(numbers).values()]
@@ -76,7 +76,7 @@ def test_two_tokens_by_hand() -> None:
     # they are 1 and sqrt 2, sqrt 2 and sqrt 5, over their sums.
     layer = OutputLayer(torch.tensor([[1.0], [1.0], [2.0]]).log(), None, 3, 1.0)
     teacher = OutputLayer(torch.tensor([[1.0], [2.0], [5.0]]).log(), None, 3, 1.0)
-    tokens = Tokens(hidden, torch.tensor([0]), [1], teacher, hidden)
+    tokens = Tokens(hidden, torch.tensor([0]), [1], [ReferenceTokens(teacher, hidden)])
     for sharpness, wanted in ((1.0, 0.0053883), (0.5, 0.0014999)):
         numbers = token_numbers(
             layer, tokens, NumbersToCompute(kl=True, top_k=2, sharpness=sharpness)
@@ -120,7 +120,15 @@ def test_numbers_and_gradients_equal_float64(
     layer = _layer(1, padded, scale)
     reference = _layer(2, padded, scale)
     hidden = _random(TOKENS, 3).requires_grad_()
-    tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4))
+    # The last tokens have another reference, with states of another size and a scale of its own.
+    larger = OutputLayer(torch.cat([_random(padded, 5)] * 2, dim=1), None, VOCABULARY, scale / 3)
+    ref_hidden = _random(TOKENS, 4)
+    larger_hidden = torch.cat([_random(3, 6), _random(3, 7)], dim=1)
+    references = [
+        ReferenceTokens(reference, ref_hidden[:8]),
+        ReferenceTokens(larger, larger_hidden),
+    ]
+    tokens = Tokens(hidden, TARGETS, LENGTHS, references)
 
     wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta, **apart)
     numbers = token_numbers(layer, tokens, wanted)
@@ -137,7 +145,12 @@ def test_numbers_and_gradients_equal_float64(
     slow_hidden = hidden.detach().double().requires_grad_()
     slow_weight = layer.weight.detach().double().requires_grad_()
     log_p = _log_softmax(slow_hidden, slow_weight, scale)
-    log_q = _log_softmax(_random(TOKENS, 4).double(), reference.weight.detach().double(), scale)
+    log_q = torch.cat(
+        [
+            _log_softmax(ref_hidden[:8].double(), reference.weight.detach().double(), scale),
+            _log_softmax(larger_hidden.double(), larger.weight.double(), scale / 3),
+        ]
+    )
     p = log_p.exp()
     expected = TokenNumbers(
         logprobs=log_p.gather(1, TARGETS[:, None])[:, 0],
@@ -290,7 +303,8 @@ def test_policy_and_reference_of_different_dtypes(
     layer = _layer(1, VOCABULARY, 1.0, dtype)
     reference = _layer(2, VOCABULARY, 1.0, ref_dtype)
     hidden = _random(TOKENS, 3, dtype).requires_grad_()
-    tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4, ref_dtype))
+    references = [ReferenceTokens(reference, _random(TOKENS, 4, ref_dtype))]
+    tokens = Tokens(hidden, TARGETS, LENGTHS, references)
     wanted = NumbersToCompute(kl=True)
     numbers = token_numbers(layer, tokens, wanted)
     token_loss(layer, tokens, wanted, lambda part, n: n.full_kl.sum(), by_token=True).backward()
@@ -311,7 +325,7 @@ def test_policy_and_reference_of_different_dtypes(
 def test_kl_of_equal_distributions_is_exactly_zero(beta: float) -> None:
     layer = _layer(1, VOCABULARY, 1.4)
     hidden = _random(TOKENS, 3).requires_grad_()
-    tokens = Tokens(hidden, TARGETS, LENGTHS, layer, hidden.detach())
+    tokens = Tokens(hidden, TARGETS, LENGTHS, [ReferenceTokens(layer, hidden.detach())])
     seen = []
 
     def objective(part: LossPart, numbers: TokenNumbers) -> Tensor:
@@ -391,7 +405,8 @@ def _largest(tokens: int, by_token: bool) -> int:
     hidden = torch.zeros(tokens, HIDDEN, requires_grad=True)
     layer = OutputLayer(torch.zeros(1000, HIDDEN, requires_grad=True), None, 1000, 1.0)
     targets = torch.zeros(tokens, dtype=torch.int64)
-    some = Tokens(hidden, targets, [tokens // 2] * 2, layer, hidden.detach())
+    references = [ReferenceTokens(layer, hidden.detach())]
+    some = Tokens(hidden, targets, [tokens // 2] * 2, references)
     wanted = NumbersToCompute(entropy=True, kl=True)
     with _LargestTensor() as largest:
         token_numbers(layer, some, NumbersToCompute(entropy=True, squares=True, kl=True))

@@ -29,7 +29,7 @@ from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
-from mrlhf.roles.reference import Reference, Teacher
+from mrlhf.roles.reference import Reference, Teacher, Teachers
 from mrlhf.roles.reward_model import RewardModel
 from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
@@ -60,7 +60,7 @@ class PPOParts:
     actor: Actor
     critic: Critic | None  # None if the advantage estimator needs no values
     reference: Reference | None  # None if no KL is asked for
-    teacher: Reference | None  # a `Teacher` if the loss needs its states; None without one
+    teachers: Teachers | None  # None without one
     earlier: EarlierAdapters | None  # the teacher's, if it is the actor of an earlier step
     generator: Generator
     scorer: Scorer
@@ -98,7 +98,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     earlier = None
     if config.teacher is not None and config.teacher.weights == "earlier":
         earlier = EarlierAdapters(actor.engine, config.teacher.every, config.teacher.decay)
-    teacher = _teacher(config, run, actor.engine, earlier)
+    teachers = _teachers(config, run, actor.engine, earlier)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
     judge = build_judge(config, run, inputs.judge)
     groups = actor.engine.groups
@@ -137,7 +137,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         actor=actor,
         critic=critic,
         reference=reference,
-        teacher=teacher,
+        teachers=teachers,
         earlier=earlier,
         generator=generator,
         scorer=scorer,
@@ -204,11 +204,11 @@ def _collector(
 def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
     engine = role_engine(config, run, "actor", "lm", initial)
     algorithm = config.algorithm
-    distillation = algorithm.distillation if config.distils_in == "loss" else None
     temperature = config.rollout.temperature
-    settings = PolicyLossSettings.of(
-        config.actor, algorithm.rollout_correction, distillation, temperature
-    )
+    settings = PolicyLossSettings.of(config.actor, algorithm.rollout_correction)
+    if config.teacher is not None and config.distils_in == "loss":
+        settings = settings.distilling(algorithm.distillation, temperature)
+        settings = replace(settings, teacher_of=config.teacher.by_source)
     return Actor(engine, settings, temperature)
 
 
@@ -231,22 +231,26 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
     return Reference(policy, temperature, as_it_began)
 
 
-def _teacher(
+def _teachers(
     config: PPOConfig, run: Run, policy: ModelEngine, earlier: EarlierAdapters | None
-) -> Reference | None:
-    """The teacher; it may be the policy itself without its adapters, or with `earlier` ones."""
-    if config.teacher is None:
+) -> Teachers | None:
+    """The teachers; one may be the policy itself without its adapters, or with `earlier` ones."""
+    section = config.teacher
+    if section is None:
         return None
-    engine = policy
-    as_teacher: Callable[[], AbstractContextManager[None]]
-    as_teacher = policy.adapters.off if earlier is None else earlier.within
-    if config.teacher.weights == "path":
-        engine = role_engine(config, run, "teacher", "lm")
-        as_teacher = nullcontext
     temperature = config.rollout.temperature
-    if config.distils_in == "loss":
-        return Teacher(engine, temperature, policy, as_teacher)
-    return Reference(engine, temperature, as_teacher)
+    as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext
+    engines = {role: role_engine(config, run, role, "lm") for role in section.models}
+    if not engines:
+        engines = {"teacher": policy}
+        as_teacher = policy.adapters.off if earlier is None else earlier.within
+
+    student = policy if config.distils_in == "loss" else None
+    members = {
+        role.removeprefix("teacher."): Teacher(engine, temperature, student, as_teacher)
+        for role, engine in engines.items()
+    }
+    return Teachers(members, section.by_source)
 
 
 def build_reward_model(

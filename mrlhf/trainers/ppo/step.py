@@ -54,7 +54,7 @@ class PPOTrainer:
             else:
                 cuts = work.cut(state.collected.rollout)
             # They are large, so they come last.
-            ref_states = work.states_in_loss(state.number, cuts)
+            ref_states = work.states_in_loss(state.number, state.collected.rollout, cuts)
             self.update(state, cuts, ref_states)
         self.parts.generator.end_step()
 

@@ -27,7 +27,6 @@ from mrlhf.rl.mismatch import (
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
-from mrlhf.roles.reference import Teacher
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
@@ -103,23 +102,25 @@ class Work:
             return reference.logprobs(rollout, reference.engine.cut(cuts.sequences, "response"))
 
     def teacher_logprobs(self, rollout: Rollout, cuts: Cuts) -> Tensor | None:
-        """The teacher's log-probabilities, if they are part of the reward."""
-        teacher = self.parts.teacher
-        if teacher is None or isinstance(teacher, Teacher):
+        """The teachers' log-probabilities, if they are part of the reward."""
+        teachers = self.parts.teachers
+        if teachers is None or self.config.distils_in == "loss":
             return None
         with self.phases.enter("teacher"):
-            cut = teacher.engine.cut(cuts.read_by("teacher"), "response")
-            return teacher.logprobs(rollout, cut)
+            return teachers.logprobs(rollout, cuts.read_by("teacher"))
 
-    def states_in_loss(self, number: int, cuts: Cuts) -> Sequence[ReferenceStates] | None:
-        """The states of another model that the actor's loss in step `number` needs, if any."""
-        teacher = self.parts.teacher
+    def states_in_loss(
+        self, number: int, rollout: Rollout, cuts: Cuts
+    ) -> Sequence[ReferenceStates] | None:
+        """The states of other models that the actor's loss in step `number` needs, if any."""
+        teachers = self.parts.teachers
         if number < self.config.trainer.critic_warmup:
             return None
-        if isinstance(teacher, Teacher):
+        if teachers is not None and self.config.distils_in == "loss":
+            sources = rollout.prompts.data_source
+            asked = cuts.actor.packs if self.parts.actor.engine.groups.is_last_stage else []
             with self.phases.enter("teacher"):
-                cut = teacher.engine.cut(cuts.read_by("teacher"), "response")
-                return teacher.states_for(cut, cuts.actor)
+                return teachers.states_for(sources, cuts.read_by("teacher"), asked)
         return self._reference_states(cuts) if self.config.full_kl_in_loss else None
 
     def _reference_states(self, cuts: Cuts) -> Sequence[ReferenceStates]:
@@ -233,6 +234,11 @@ class Work:
             assert experience.old_logprobs is not None
             log_ratio = experience.old_logprobs - outputs.teacher_logprobs
             metrics["actor/distillation_kl"] = float(selected(log_ratio, rollout.loss_mask).mean())
+            assert self.parts.teachers is not None and self.config.teacher is not None
+            shares = self.parts.teachers.shares(rollout.prompts.data_source)
+            for name, rows in shares.items() if self.config.teacher.several else ():
+                of_teacher = selected(log_ratio, rollout.loss_mask & rows[:, None])
+                metrics[f"actor/distillation_kl/{name}"] = float(of_teacher.mean())
         if kl is not None:
             controller.update(kl, len(rollout))
             metrics["actor/reward_kl_penalty"] = kl
