@@ -14,8 +14,10 @@ import pytest
 import torch.distributed as dist
 from huggingface_hub import constants
 
+from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.hub import local_directory, local_files, repository_of
 from mrlhf.errors import ConfigError, WeightError
+from mrlhf.inputs.paths import with_local_inputs
 from mrlhf.parallel.job import Launch, one_of_each_machine_first
 from mrlhf.weights.stored import survey
 from tests.hub_server import Hub, serving
@@ -76,6 +78,19 @@ def test_a_model_comes_once_and_without_what_no_run_reads(hub: Hub, tmp_path: Pa
     for name in ("/org/model", "org/model/more", "./org", "model", "../model", "org/model:train"):
         assert local_directory(name) == name
     assert len(hub.asked) == asked
+
+
+def test_each_of_several_teachers_comes_from_the_hub(hub: Hub) -> None:
+    names = ("model", "math", "code")
+    commits = {name: hub.add(f"org/{name}", MODEL) for name in names}
+    each = [f"{{name: {name}, path: org/{name}, data_source: {name}}}" for name in names[1:]]
+    keys = ["actor.path=org/model", "reward.terms=[{name: gsm8k}]", "data.train_files=a.jsonl"]
+    keys += ["trainer={output_dir: out, total_steps: 1}", "data.max_prompt_length=4"]
+    keys += ["data.max_response_length=4", f"teacher.several=[{', '.join(each)}]"]
+    here, _, reasons = with_local_inputs(load_config(PPOConfig, None, keys), {})
+    assert not reasons and here.teacher is not None
+    for teacher in here.teacher.several:
+        assert repository_of(teacher.path) == (f"org/{teacher.name}", commits[teacher.name])
 
 
 def test_a_revision_is_taken_and_a_run_goes_on_with_its_commit(hub: Hub) -> None:
