@@ -71,10 +71,11 @@ def attention_layers(spec: ModelSpec) -> tuple[AttentionSizes, ...]:
     return tuple(net if is_delta else attention for is_delta in spec.delta.layers)
 
 
-def attention_kinds(spec: ModelSpec) -> list[tuple[AttentionSizes, float]]:
+@lru_cache(maxsize=8)
+def attention_kinds(spec: ModelSpec) -> tuple[tuple[AttentionSizes, float], ...]:
     """Return the sizes of each kind of layer, and its share of the layers."""
     counts = Counter(attention_layers(spec))
-    return [(sizes, count / spec.num_layers) for sizes, count in counts.items()]
+    return tuple((sizes, count / spec.num_layers) for sizes, count in counts.items())
 
 
 @lru_cache(maxsize=8)

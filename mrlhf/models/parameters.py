@@ -7,11 +7,14 @@ tensors and no process groups.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from mrlhf.models.families import Chunk, family_of
+from mrlhf.models.lora import trained_shapes
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
@@ -20,6 +23,7 @@ from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 # The ends of the names of linear layers' matrices, those aside that every rank has whole.
 _SPLIT = ("qkv", "proj", "fc1", "fc2", "q_proj", "q_up_proj", "kv_up_proj")
 _LINEAR = tuple(f".linear_{layer}.weight" for layer in _SPLIT)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
@@ -96,14 +100,45 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
     return pieces
 
 
+def alike_parts(spec: ModelSpec, chunks: Iterable[Chunk]) -> Counter[Chunk]:
+    """Return how often chunks hold each kind of layer, and what they hold beside layers.
+
+    A kind is a chunk of the first layer whose pieces are those of its others, names aside.
+    """
+    first = _first_alike(spec)
+    parts: Counter[Chunk] = Counter()
+    for chunk in chunks:
+        parts[replace(chunk, layers=range(0))] += 1
+        for layer in chunk.layers:
+            kind = range(first[layer], first[layer] + 1)
+            parts[Chunk(kind, is_first=False, is_last=False, experts=chunk.experts)] += 1
+    return parts
+
+
+def part_pieces(spec: ModelSpec, chunk: Chunk, tp: int, etp: int) -> list[Piece]:
+    """Return the pieces of a chunk on the first of `tp` ranks, of which `etp` split an expert."""
+    return _weight_map(spec, chunk).pieces((0, tp), (0, etp))
+
+
 def engine_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
     """Return the pieces of an engine's rank `rank`, or those that hold some of `tensors`."""
     place = layout.place_in_replica(rank)
-    experts = experts_of(spec, place.ep, place.ep_rank)
-    weights = _engine_map(spec, experts)
+    return engine_part_pieces(spec, engine_chunk(spec, place), place, tensors)
+
+
+def engine_part_pieces(
+    spec: ModelSpec, chunk: Chunk, place: ReplicaPlace, tensors: Set[str] | None = None
+) -> list[Piece]:
+    """Return the pieces of a chunk at a place of a replica, or those that hold some `tensors`."""
+    weights = _engine_map(spec, chunk)
     return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp), tensors=tensors)
+
+
+def engine_chunk(spec: ModelSpec, place: ReplicaPlace) -> Chunk:
+    """Return all layers, with the experts that a rank of a replica holds."""
+    return Chunk(range(spec.num_layers), True, True, experts_of(spec, place.ep, place.ep_rank))
 
 
 @dataclass(frozen=True)
@@ -121,9 +156,8 @@ def engine_cuts(spec: ModelSpec, place: ReplicaPlace) -> dict[str, Cut]:
     Their rules are those of training, except that several ranks may share a KV head. The rank has
     the experts of its place.
     """
-    experts = experts_of(spec, place.ep, place.ep_rank)
     cuts: dict[str, Cut] = {}
-    for name, rule in _engine_map(spec, experts).rules.items():
+    for name, rule in _engine_map(spec, engine_chunk(spec, place)).rules.items():
         if rule.of_expert:
             cuts[name] = Cut(rule, place.etp_rank, place.etp)
         else:
@@ -195,9 +229,29 @@ def _shapes(spec: ModelSpec) -> Mapping[str, Shape]:
     return family_of(spec).tensor_shapes(spec)
 
 
+@lru_cache(maxsize=8)
+def trained_tensors(spec: ModelSpec) -> Set[str]:
+    """Return the names of the tensors that train."""
+    return trained_shapes(_shapes(spec), spec, family_of(spec).scalar_head).keys()
+
+
+@lru_cache(maxsize=8)
+def _first_alike(spec: ModelSpec) -> list[int]:
+    """The first layer whose tensors have the same shapes and train too, for each layer."""
+    trained = trained_tensors(spec)
+    tensors: dict[int, list[tuple[str, Shape, bool]]] = {}
+    for name, shape in _shapes(spec).items():
+        if of_layer := _LAYER.fullmatch(name):
+            own = (of_layer[2], shape, name in trained)
+            tensors.setdefault(int(of_layer[1]), []).append(own)
+
+    kinds: dict[tuple[tuple[str, Shape, bool], ...], int] = {}
+    return [kinds.setdefault(tuple(tensors[layer]), layer) for layer in range(spec.num_layers)]
+
+
 @lru_cache(maxsize=64)
-def _engine_map(spec: ModelSpec, experts: range) -> _WeightMap:
-    whole = _weight_map(spec, Chunk(range(spec.num_layers), True, True, experts))
+def _engine_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
+    whole = _weight_map(spec, chunk)
 
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():

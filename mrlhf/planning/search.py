@@ -44,7 +44,7 @@ class Plan:
     @property
     def most(self) -> int:
         """The bytes in the phase that takes most, on the GPU that has most."""
-        return self.memory.total(self.memory.peak)
+        return self.memory.most
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,24 @@ def search(
     """
     room = int((gpu.memory_gb - reserve) * 1e9)
 
-    def plan_of(keys: dict[str, Any]) -> Plan:
+    def plan_of(keys: dict[str, Any], sizes: Footprint) -> Plan:
         changed = with_keys(config, keys)
-        sizes = footprint(changed, specs, world_size)
         time = estimate(changed, specs, sizes, world_size, gpu, lengths, room)
         return Plan(changed, keys, sizes, time)
 
     fitting: list[Plan] = []
     too_large: list[Plan] = []
+    choices = offloads(config)  # the cheapest first
     candidates = list(_candidates(config, specs, world_size, gpu))
     for number, keys in enumerate(candidates):
         advance(number, len(candidates))
         found = len(fitting)
-        for more in offloads(config):  # the cheapest first
-            plan = plan_of(keys | more)
-            if plan.most > room:
+        tried = with_keys(config, keys)
+        for more in choices:
+            sizes = footprint(with_keys(tried, more), specs, world_size)
+            if sizes.most > room:
                 continue
+            plan = plan_of(keys | more, sizes)
             fitting.append(plan)
             # What leaves the GPUs makes room for the KV cache too.
             if not isinstance(config, PPOConfig) or (
@@ -102,7 +104,7 @@ def search(
             ):
                 break
         if len(fitting) == found:
-            too_large.append(plan)
+            too_large.append(plan_of(keys | more, sizes))
 
     fastest = min((plan.time.step for plan in fitting), default=0.0)
     fitting.sort(key=lambda plan: _order(plan, fastest, gpu))
@@ -110,7 +112,7 @@ def search(
         too_large = [plan for plan in too_large if plan.time.step * _TOLD_APART < fastest]
     too_large.sort(key=lambda plan: plan.time.step if fitting else plan.most)
     problem = _problem(config, world_size)
-    own = plan_of({}) if problem is None else problem
+    own = problem or plan_of({}, footprint(config, specs, world_size))
     first = _first(too_large, world_size)
     return Found(own, _first(fitting, world_size), first, len(candidates))
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
-from mrlhf.config.sections import Dtype, RoleSection
+from mrlhf.config.sections import Dtype
 from mrlhf.device import dtype_on
 from mrlhf.models.attention_sizes import attention_of
-from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.planning.gpus import STATED, Gpu
@@ -76,20 +76,29 @@ def estimate(
         at_once = int(left * config.data.max_length / (sizes.sample_bytes * lengths.total))
         at_once = min(config.rollout.max_num_seqs, max(1, at_once))
         found["hand-over"] = _hand_over(config, sizes, gpu)
-        found[GENERATION] = _generation(config, specs["actor"], world_size, gpu, lengths, at_once)
+        tp = config.rollout.tp
+        itemsize = _itemsize(config.actor.dtype, gpu)
+        engine = Passes(specs["actor"], ParallelLayout(tp=tp, etp=tp), gpu, itemsize)
+        prompts = math.ceil(config.data.gen_batch_size / (world_size // tp))
+        rows = (prompts, prompts * config.rollout.n, at_once)
+        longest = config.data.max_response_length
+        prefill = config.rollout.max_prefill_tokens
+        found[GENERATION] = _generation(engine, *rows, lengths, longest, prefill)
 
     trained = trained_models(config)
     for name, role in config.roles().items():
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        model = Passes(spec, layout, gpu, _itemsize(role.dtype, gpu))
         if isinstance(config, PPOConfig):
-            scoring = _passes(role, spec, layout, gpu, lengths, samples, 1)
+            scoring = _passes(model, role.micro_batch_tokens, lengths, samples, 1)
             found["scoring"] = found.get("scoring", 0.0) + _scorings(config, name) * scoring
         if name in trained:
             mini_batches, epochs = _updates(config, name)
+            work = (role.micro_batch_tokens, lengths, samples, mini_batches)
             found[update_of(name)] = epochs * (
-                _passes(role, spec, layout, gpu, lengths, samples, mini_batches, backward=True)
-                + mini_batches * _gradients(sizes, name, role, layout, gpu)
+                _passes(model, *work, backward=True, recomputes=role.recompute == "full")
+                + mini_batches * _gradients(sizes, name, model)
             )
     moved = sum(_traffic(config, sizes, name) for name in config.roles())
     if moved:
@@ -151,25 +160,23 @@ def _link(gpu: Gpu, ranks: int) -> float:
     return 1e9 * STATED.links * (gpu.link_gb_s if inside else gpu.network_gb_s)
 
 
+@lru_cache(maxsize=4096)
 def _passes(
-    role: RoleSection,
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    gpu: Gpu,
+    model: Passes,
+    micro_batch_tokens: int,
     lengths: Lengths,
     samples: int,
     mini_batches: int,
     backward: bool = False,
+    recomputes: bool = False,
 ) -> float:
     """Pass `samples` sequences of the mean length through a model, and back."""
+    spec, layout, gpu, itemsize = model.spec, model.layout, model.gpu, model.itemsize
     tokens = samples * lengths.total / (layout.dp * layout.cp)
-    of_mini_batch = max(1, math.ceil(tokens * layout.cp / mini_batches / role.micro_batch_tokens))
-    recomputes = role.recompute == "full"
-    itemsize = _itemsize(role.dtype, gpu)
+    of_mini_batch = max(1, math.ceil(tokens * layout.cp / mini_batches / micro_batch_tokens))
     packs = mini_batches * of_mini_batch
     outputs = tokens * lengths.response / lengths.total
     work = Work(tokens / packs, lengths.total, outputs / packs)
-    model = Passes(spec, layout, gpu, itemsize)
     computing = packs * (model.update(work, recomputes) if backward else model.forward(work))
 
     # Exchanges between the ranks of a layer, for the tokens that a rank sees in its layers.
@@ -206,13 +213,11 @@ def _itemsize(dtype: Dtype, gpu: Gpu) -> int:
     return dtype_on(dtype, gpu.device).itemsize
 
 
-def _gradients(
-    sizes: Footprint, name: str, role: RoleSection, layout: ParallelLayout, gpu: Gpu
-) -> float:
+def _gradients(sizes: Footprint, name: str, model: Passes) -> float:
     """Sum gradients over replicas, update, and gather weights, once."""
     gradients = sizes.sizes[f"{name}/grads"]
     states = sizes.sizes[f"{name}/optimizer"]
-    itemsize = _itemsize(role.dtype, gpu)
+    layout, gpu, itemsize = model.layout, model.gpu, model.itemsize
     replicas = layout.dp * layout.cp
     moved = gradients * (1 + itemsize / _GRADIENT) * (replicas - 1) / replicas
     exchanging = moved / _link(gpu, layout.tp * replicas)
@@ -227,32 +232,29 @@ def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
     return sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(config.actor).ranks)
 
 
+@lru_cache(maxsize=4096)
 def _generation(
-    config: PPOConfig,
-    spec: ModelSpec,
-    world_size: int,
-    gpu: Gpu,
-    lengths: Lengths,
+    engine: Passes,
+    prompts: int,
+    samples: int,
     at_once: int,
+    lengths: Lengths,
+    longest: int,
+    prefill_tokens: int,
 ) -> float:
     """Draw all samples: prompts once, then token after token, and a tail of the longest."""
-    tp = config.rollout.tp
-    prompts = math.ceil(config.data.gen_batch_size / (world_size // tp))
-    samples = prompts * config.rollout.n
-    itemsize = _itemsize(config.actor.dtype, gpu)
-    engine = Passes(spec, ParallelLayout(tp=tp, etp=tp), gpu, itemsize)
-
+    spec, gpu, tp = engine.spec, engine.gpu, engine.layout.tp
     batch = min(at_once, samples)
     steps = lengths.response * samples / batch
-    tail = max(0.0, config.data.max_response_length - lengths.response)
+    tail = max(0.0, longest - lengths.response)
     tokens = prompts * lengths.prompt
-    passes = math.ceil(tokens / config.rollout.max_prefill_tokens)
+    passes = math.ceil(tokens / prefill_tokens)
     work = Work(tokens / passes, lengths.prompt / 2, prompts / passes)
     seconds = passes * engine.engine(work)
     for count, rows in ((steps, batch), (tail, 1)):
         exchanging = 0.0
         if tp > 1:
-            moved = rows * spec.hidden_size * itemsize * 2 * (tp - 1) / tp
+            moved = rows * spec.hidden_size * engine.itemsize * 2 * (tp - 1) / tp
             exchanging = 2 * spec.num_layers * (gpu.latency_s + moved / _link(gpu, tp))
         seconds += count * (engine.engine(Work(rows, lengths.seen, rows)) + exchanging)
     return seconds

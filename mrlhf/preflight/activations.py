@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import mul
 
-from mrlhf.config.sections import RoleSection
 from mrlhf.models.attention_sizes import attention_layers, attention_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
@@ -54,23 +54,26 @@ def layer_bytes(
     return of_tokens + router, of_heads + 6 * width + copies
 
 
+@lru_cache(maxsize=4096)
+def most_bytes(activations: Activations) -> int:
+    """The most bytes of activations at once."""
+    return math.ceil(max(activations.moments()))
+
+
 @dataclass(frozen=True)
 class Activations:
     """The activations of a trained model on a rank of one stage, in bytes."""
 
-    role: RoleSection
     spec: ModelSpec
     layout: ParallelLayout
     stage: int  # the rank's place in the pipeline
     itemsize: int  # bytes of a weight
-    device: str = "cuda"  # or cpu
+    micro_batch_tokens: int
+    recompute: str
+    sequence_parallel: bool
+    device: str  # cuda or cpu
 
-    @property
-    def most(self) -> int:
-        """The most bytes at once."""
-        return math.ceil(max(self._moments()))
-
-    def _moments(self) -> Iterator[float]:
+    def moments(self) -> Iterator[float]:
         """The bytes at each moment that may be the one with most."""
         stages = self.layout.stages
         numbers = stages.numbers_on(self.stage)
@@ -93,12 +96,12 @@ class Activations:
 
     @property
     def _tokens(self) -> float:
-        return self.role.micro_batch_tokens / self.layout.cp
+        return self.micro_batch_tokens / self.layout.cp
 
     @property
     def _splits(self) -> bool:
         """Whether the ranks of `tp` share out the tokens between layers."""
-        return self.role.sequence_parallel and self.layout.tp > 1
+        return self.sequence_parallel and self.layout.tp > 1
 
     @property
     def _states(self) -> float:
@@ -123,7 +126,7 @@ class Activations:
     def _kept(self, layer: int, recompute: str | None = None) -> float:
         is_mixture = self.spec.has_experts(layer)
         whole, split = layer_bytes(
-            self.spec, recompute or self.role.recompute, is_mixture, self.layout.etp, layer
+            self.spec, recompute or self.recompute, is_mixture, self.layout.etp, layer
         )
         each = whole / (self.layout.tp if self._splits else 1) + split / self.layout.tp
         return self._tokens * each * self.itemsize / 2
@@ -145,7 +148,7 @@ class Activations:
         if not layers:
             return taken
         top = layers[-1]
-        if self.role.recompute == "full":  # it is there whole, with its output
+        if self.recompute == "full":  # it is there whole, with its output
             taken += self._kept(top, "none") - self._kept(top) + self._residual
         if self._splits:
             taken += self._states  # inputs are gathered in one buffer for all layers

@@ -8,6 +8,7 @@ the caller leaves room for them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,14 +17,21 @@ from typing import Any
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.device import device_kind, dtype_on
+from mrlhf.models.families import Chunk
 from mrlhf.models.lora import without_adapters
-from mrlhf.models.parameters import engine_pieces, keeps_float32, role_pieces
+from mrlhf.models.parameters import (
+    alike_parts,
+    engine_chunk,
+    engine_part_pieces,
+    keeps_float32,
+    part_pieces,
+)
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.engine_layout import EngineLayout
-from mrlhf.parallel.layout import MODEL_AXES, AxisSizes, ParallelLayout
-from mrlhf.preflight.activations import Activations
+from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.preflight.activations import Activations, most_bytes
 from mrlhf.preflight.batches import role_work, trained_models
-from mrlhf.preflight.model_bytes import merged_bytes, training_bytes
+from mrlhf.preflight.model_bytes import merged_bytes, parts_of, training_bytes
 from mrlhf.preflight.model_checks import cache_needs
 from mrlhf.training.residency import STREAMED_BYTES
 from mrlhf.weights.shard import Piece
@@ -96,6 +104,11 @@ class Footprint:
         return max(self.ranks, key=lambda rank: rank.most)
 
     @property
+    def most(self) -> int:
+        """The bytes of that rank in that phase."""
+        return self.fullest.most
+
+    @property
     def held(self) -> dict[str, int]:
         """The bytes that never leave the GPU of the fullest rank."""
         return self.fullest.held
@@ -113,9 +126,29 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     """
     # Stages of a model are consecutive ranks, so the first rank of each part has other ones.
     parts = math.lcm(*(role.value_of("pp") for role in config.roles().values()))
-    firsts = [part * world_size // parts for part in range(parts)]
-    sample = cache_needs(config, specs["actor"]).bytes if isinstance(config, PPOConfig) else 0
-    return Footprint([_of_rank(config, specs, world_size, first) for first in firsts], sample)
+    device = device_kind(config.distributed.device)
+    shares = {}
+    for name, role in config.roles().items():
+        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        itemsize = dtype_on(role.dtype, device).itemsize
+        shares[name] = [
+            _Share(specs[name], layout, stage, itemsize, device) for stage in range(layout.pp)
+        ]
+
+    # No micro-batch is larger than all that a rank has of an optimizer step.
+    works = role_work(config, world_size)
+    most_tokens = {work.name: work.per_rank * work.longest for work in works}
+    ranks = []
+    for part in range(parts):
+        own = {name: stages[part * len(stages) // parts] for name, stages in shares.items()}
+        ranks.append(_of_rank(config, own, most_tokens))
+    if not isinstance(config, PPOConfig):
+        return Footprint(ranks)
+
+    needs = cache_needs(config, specs["actor"])
+    for rank in ranks:
+        rank.phases[GENERATION]["engine/cache, at least"] = needs.least
+    return Footprint(ranks, needs.bytes)
 
 
 @dataclass(frozen=True)
@@ -126,32 +159,29 @@ class _Share:
     layout: ParallelLayout
     stage: int
     itemsize: int  # bytes of a weight
+    device: str
 
     @property
-    def parameters(self) -> dict[Any, int]:
-        """Bytes of each parameter, by the slices that it holds."""
-        return _held(self.spec, _smallest(self.layout), self.itemsize)[self.stage]
+    def parts(self) -> Counter[Chunk]:
+        """The parts of the model, and how often the rank has each of them."""
+        return parts_of(self.spec, self.layout, self.stage)
+
+    def parameters(self, part: Chunk) -> dict[Any, int]:
+        """Bytes of each parameter of a part, by the slices that it holds."""
+        return _held(self.spec, part, self.layout.tp, self.layout.etp, self.itemsize)
 
 
-def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> RankBytes:
+def _of_rank(
+    config: AnyConfig, shares: Mapping[str, _Share], most_tokens: Mapping[str, int]
+) -> RankBytes:
     """The bytes of a rank, model by model and then those of the engine."""
-    shares = {}
-    for name, role in config.roles().items():
-        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
-        itemsize = dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
-        shares[name] = _Share(specs[name], layout, layout.coordinates(rank).pp, itemsize)
-
     found = RankBytes({}, {}, {})
     trained = trained_models(config)
-    # No micro-batch is larger than all that a rank has of an optimizer step.
-    most_tokens = {
-        work.name: work.per_rank * work.longest for work in role_work(config, world_size)
-    }
     for name, role in config.roles().items():
         if name in trained:
             _add_trained(found, config, name, shares[name], most_tokens[name])
         elif isinstance(config, PPOConfig):
-            own = {"params": sum(shares[name].parameters.values())}
+            own = {"params": _weights(shares[name])}
             found.phases[f"passes of {name}"] = _add_owners(found, name, role, own)
         # DPO's reference has left before the policy is built, which takes more.
 
@@ -182,17 +212,16 @@ def _add_trained(
     states_of = (optim.splits_states, optim.name == "muon")
     own = training_bytes(share.spec, share.layout, itemsize, *states_of, share.stage).by_owner
 
-    device = device_kind(config.distributed.device)
     tokens = min(role.micro_batch_tokens, most_tokens)
-    filled = role.model_copy(update={"micro_batch_tokens": tokens})
-    activations = Activations(filled, share.spec, share.layout, share.stage, itemsize, device)
-    added = {f"{name}/activations": activations.most}
+    of_pack = (tokens, role.recompute, role.sequence_parallel, share.device)
+    activations = Activations(share.spec, share.layout, share.stage, itemsize, *of_pack)
+    added = {f"{name}/activations": most_bytes(activations)}
 
     if optim.stream is not None:
         states = own.pop("optimizer")
         found.sizes[f"{name}/optimizer"] = states
         # The most of a weight's main weights and moments that pass through the GPU together.
-        largest = max(share.parameters.values()) // itemsize
+        largest = _largest(share) // itemsize
         added[f"{name}/optimizer, in parts"] = max(STREAMED_BYTES, 3 * 4 * largest)
         # Main weights are made on the GPU, once the gradients have left.
         start = {f"{name}/main weights": states // 3 if itemsize < 4 else 0}
@@ -222,8 +251,7 @@ def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
     if config.full_kl_in_loss:  # the reference's output layer is part of the loss
         update |= found.phases.get("passes of reference", {})
 
-    whole = replace(actor, spec=without_adapters(spec))
-    engine = _engine_bytes(whole, rollout.engine == "native", rollout.tp, rollout.ep or 1)
+    engine = _engine_bytes(actor, rollout.engine == "native", rollout.tp, rollout.ep or 1)
     found.sizes[ENGINE] = engine
     if spec.lora is not None and rollout.lora == "merged":
         found.held[MERGED] = merged_bytes(spec, actor.layout, actor.itemsize, actor.stage)
@@ -231,8 +259,7 @@ def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
         found.held[ENGINE] = engine  # the base comes once
     else:
         generating[ENGINE] = engine
-    least = cache_needs(config, spec).least
-    found.phases[GENERATION] = generating | {"engine/cache, at least": least}
+    found.phases[GENERATION] = generating
 
 
 def update_of(name: str) -> str:
@@ -242,36 +269,50 @@ def update_of(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _engine_bytes(actor: _Share, native: bool, tp: int, ep: int) -> int:
-    """The engine's weights that are not the actor's own tensors, on a rank of a stage.
+    """The engine's weights that are not the actor's own tensors, adapters aside.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
+    actor = replace(actor, spec=without_adapters(actor.spec))
     choose = EngineLayout.closest if native else EngineLayout.consecutive
     engine = choose(actor.layout, tp, ep)
     place = engine.place_in_replica(actor.layout.rank_at(pp=actor.stage))
-    needed = _needed(actor.spec, place.tp, place.ep, place.tp_rank, actor.itemsize)
-    shared = needed.keys() & actor.parameters.keys() if native else ()
-    return sum(needed.values()) - sum(needed[keys] for keys in shared)
+    whole = engine_chunk(actor.spec, place)
+    lacking = 0
+    for part, times in alike_parts(actor.spec, [whole]).items():
+        lacking += times * sum(_needed(actor.spec, part, place, actor.itemsize).values())
+    if not native:
+        return lacking
 
-
-def _smallest(layout: ParallelLayout) -> ParallelLayout:
-    """A layout with as few ranks as hold the same weights, which its first ranks do."""
-    dp = math.lcm(layout.tp, layout.etp * layout.ep) // layout.tp
-    return replace(layout, cp=1, dp=dp)
-
-
-@lru_cache(maxsize=4096)
-def _held(spec: ModelSpec, layout: ParallelLayout, itemsize: int) -> list[dict[Any, int]]:
-    """The parameters of the first rank of each stage: bytes, by the slices that they hold."""
-    ranks = [layout.rank_at(pp=stage) for stage in range(layout.pp)]
-    return [_by_slices(role_pieces(spec, layout, rank), itemsize) for rank in ranks]
+    for part, times in actor.parts.items():
+        needed = _needed(actor.spec, replace(part, experts=whole.experts), place, actor.itemsize)
+        shared = needed.keys() & actor.parameters(part).keys()
+        lacking -= times * sum(needed[keys] for keys in shared)
+    return lacking
 
 
 @lru_cache(maxsize=4096)
-def _needed(spec: ModelSpec, tp: int, ep: int, tp_rank: int, itemsize: int) -> dict[Any, int]:
+def _weights(share: _Share) -> int:
+    """The bytes of all weights."""
+    return sum(times * sum(share.parameters(part).values()) for part, times in share.parts.items())
+
+
+@lru_cache(maxsize=4096)
+def _largest(share: _Share) -> int:
+    """The bytes of the largest parameter."""
+    return max(size for part in share.parts for size in share.parameters(part).values())
+
+
+@lru_cache(maxsize=64)
+def _held(spec: ModelSpec, part: Chunk, tp: int, etp: int, itemsize: int) -> dict[Any, int]:
+    """The parameters of a part on the first rank of a stage: bytes, by their slices."""
+    return _by_slices(part_pieces(spec, part, tp, etp), itemsize)
+
+
+@lru_cache(maxsize=64)
+def _needed(spec: ModelSpec, part: Chunk, place: ReplicaPlace, itemsize: int) -> dict[Any, int]:
     """The same of a rank of an engine's replica."""
-    replica = EngineLayout(tp, ParallelLayout(tp=tp, etp=tp), MODEL_AXES, ep)
-    return _by_slices(engine_pieces(spec, replica, tp_rank), itemsize)
+    return _by_slices(engine_part_pieces(spec, part, place), itemsize)
 
 
 def _by_slices(pieces: Iterable[Piece], itemsize: int) -> dict[Any, int]:

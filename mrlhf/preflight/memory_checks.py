@@ -5,7 +5,7 @@ The bytes come from `footprint`; nothing is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from mrlhf.config.fields import Section
@@ -115,12 +115,18 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
 
 def with_keys(config: AnyConfig, keys: Mapping[str, Any]) -> AnyConfig:
     """The configuration with other values of some keys; nothing is checked."""
+    return _with(config, keys)
+
+
+def _with(section: SectionT, keys: Mapping[str, Any]) -> SectionT:
+    update: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():
-        config = _with(config, key.split("."), value)
-    return config
-
-
-def _with(section: SectionT, path: Sequence[str], value: Any) -> SectionT:
-    name, *rest = path
-    inner = _with(getattr(section, name), rest, value) if rest else value
-    return section.model_copy(update={name: inner})
+        name, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            update[name] = value
+    for name, own in inner.items():
+        update[name] = _with(getattr(section, name), own)
+    return section.model_copy(update=update)

@@ -7,12 +7,20 @@ not counted. This file knows no tensors.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mrlhf.models.families import family_of
-from mrlhf.models.lora import MODULE, is_adapter, trained_shapes
-from mrlhf.models.parameters import is_hidden_matrix, keeps_float32, role_pieces
+from mrlhf.models.families import Chunk
+from mrlhf.models.lora import MODULE, is_adapter
+from mrlhf.models.parameters import (
+    alike_parts,
+    chunks_of,
+    is_hidden_matrix,
+    keeps_float32,
+    part_pieces,
+    trained_tensors,
+)
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES, ParallelLayout
 
@@ -49,49 +57,69 @@ def training_bytes(
 
     `itemsize` is that of a weight; replicas may split the optimizer's states.
     """
-    stages = range(layout.pp) if stage is None else [stage]
-    ranks = [layout.rank_at(pp=number) for number in stages]
-    every = [_on_rank(spec, layout, rank, itemsize, splits_optimizer, is_muon) for rank in ranks]
+    cut = (layout.tp, layout.etp)
+    replicas = (1, 1)
+    if splits_optimizer:
+        replicas = (layout.group_size(*REPLICA_AXES), layout.group_size(*EXPERT_REPLICA_AXES))
+
+    every = []
+    for number in range(layout.pp) if stage is None else [stage]:
+        sizes = [0, 0, 0]
+        for part, times in parts_of(spec, layout, number).items():
+            own = _of_part(spec, part, cut, replicas, itemsize, is_muon)
+            sizes = [size + times * more for size, more in zip(sizes, own, strict=True)]
+        every.append(ModelBytes(*sizes))
     return max(every, key=lambda sizes: sizes.total)
 
 
+@lru_cache(maxsize=4096)
 def merged_bytes(
     spec: ModelSpec, layout: ParallelLayout, itemsize: int, stage: int | None = None
 ) -> int:
     """The bytes of weights with adapters, merged into copies; `stage` as in `training_bytes`."""
     most = 0
     for number in range(layout.pp) if stage is None else [stage]:
-        pieces = role_pieces(spec, layout, layout.rank_at(pp=number))
-        factors = [piece.parameter for piece in pieces if is_adapter(piece.name)]
-        # A parameter that holds several layers is merged whole.
-        merged = {name.partition(f"{MODULE}.")[0] + "weight" for name in factors}
-        held = [piece for piece in pieces if piece.parameter in merged]
-        count = sum(math.prod(piece.shape(piece.start, piece.stop)) for piece in held)
+        count = 0
+        for part, times in parts_of(spec, layout, number).items():
+            pieces = part_pieces(spec, part, layout.tp, layout.etp)
+            factors = [piece.parameter for piece in pieces if is_adapter(piece.name)]
+            # A parameter that holds several layers is merged whole.
+            merged = {name.partition(f"{MODULE}.")[0] + "weight" for name in factors}
+            held = [piece for piece in pieces if piece.parameter in merged]
+            count += times * sum(math.prod(piece.shape(piece.start, piece.stop)) for piece in held)
         most = max(most, itemsize * count)
     return most
 
 
-def _on_rank(
+@lru_cache(maxsize=4096)
+def parts_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Counter[Chunk]:
+    """The parts of a model, as of `alike_parts`, on the first rank of a stage."""
+    return alike_parts(spec, chunks_of(spec, layout, layout.coordinates(layout.rank_at(pp=stage))))
+
+
+@lru_cache(maxsize=4096)
+def _of_part(
     spec: ModelSpec,
-    layout: ParallelLayout,
-    rank: int,
+    part: Chunk,
+    cut: tuple[int, int],
+    replicas: tuple[int, int],
     itemsize: int,
-    splits_optimizer: bool,
     is_muon: bool,
-) -> ModelBytes:
-    family = family_of(spec)
-    trained = trained_shapes(family.tensor_shapes(spec), spec, family.scalar_head)
+) -> tuple[int, int, int]:
+    """Weights, gradients and states of a part, of which a rank has one of tp and etp cuts.
+
+    `replicas` share out the states of dense weights, and of experts.
+    """
+    trained = trained_tensors(spec)
     weights = gradients = optimizer = 0
 
-    for piece in role_pieces(spec, layout, rank):
+    for piece in part_pieces(spec, part, *cut):
         count = math.prod(piece.shape(piece.start, piece.stop))
         stays_float32 = keeps_float32(piece.parameter)
         weights += count * (4 if stays_float32 else itemsize)
         if piece.name in trained and not stays_float32:
-            axes = EXPERT_REPLICA_AXES if piece.of_expert else REPLICA_AXES
-            replicas = layout.group_size(*axes) if splits_optimizer else 1
             moments = 1 if is_muon and is_hidden_matrix(piece.parameter) else 2
             states = 4 * (moments + (itemsize < 4))
             gradients += 4 * count
-            optimizer += -(-states * count // replicas)
-    return ModelBytes(weights, gradients, optimizer)
+            optimizer += -(-states * count // replicas[piece.of_expert])
+    return weights, gradients, optimizer

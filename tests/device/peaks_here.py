@@ -23,7 +23,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.schedule import Pipeline
-from mrlhf.preflight.activations import Activations
+from mrlhf.preflight.activations import Activations, most_bytes
 from tests.device.measures import build_actor, example, join
 from tests.simulated_device.state import DEVICE
 
@@ -105,7 +105,9 @@ def _measure(case: Case) -> tuple[str, int, int, int]:
     with _counted() as taken:
         actor.update(experience, cut)
     stage = engine.groups.coordinates.pp
-    planned = Activations(section, spec, layout, stage, itemsize=2).most
+    tokens = section.micro_batch_tokens
+    keys = (tokens, section.recompute, section.sequence_parallel, "cuda")
+    planned = most_bytes(Activations(spec, layout, stage, 2, *keys))
     return case.name, stage, taken[0], planned
 
 
