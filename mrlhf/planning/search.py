@@ -9,8 +9,10 @@ from itertools import product
 from typing import Any
 
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig
+from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.inference.sizes import engine_tp_problem
+from mrlhf.models.freezing import parameter_counts
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
@@ -87,7 +89,7 @@ def search(
     fitting: list[Plan] = []
     too_large: list[Plan] = []
     choices = offloads(config)  # the cheapest first
-    candidates = list(_candidates(config, specs, world_size, gpu))
+    candidates = list(_candidates(config, specs, world_size, gpu, room))
     for number, keys in enumerate(candidates):
         advance(number, len(candidates))
         found = len(fitting)
@@ -159,13 +161,16 @@ def _problem(config: AnyConfig, world_size: int) -> str | None:
 
 
 def _candidates(
-    config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu
+    config: AnyConfig, specs: Specs, world_size: int, gpu: Gpu, room: int
 ) -> Iterator[dict[str, Any]]:
     """Layouts that the models and so many ranks allow, as keys."""
     policy, *others = trained_models(config)
     if isinstance(config, PPOConfig | DPOConfig):
         others.append("reference")
 
+    across = isinstance(config, PPOConfig) and _needs_machines(
+        config, specs[policy], world_size, gpu, room
+    )
     shares = [size for size in _POWERS[:4] if size == 1 or config.data.max_length >= size * _SHARE]
     for layout in _layouts(specs[policy], world_size, gpu, shares):
         sections = [policy]
@@ -180,8 +185,18 @@ def _candidates(
             if not isinstance(config, PPOConfig):
                 yield keys
                 continue
-            for tp in _engine_sizes(config, specs[policy], layout, gpu):
+            most = world_size if across else gpu.per_machine
+            for tp in _engine_sizes(config, specs[policy], layout, world_size, most):
                 yield keys | {"rollout.tp": tp}
+
+
+def _needs_machines(
+    config: PPOConfig, spec: ModelSpec, world_size: int, gpu: Gpu, room: int
+) -> bool:
+    """Whether an engine inside a machine leaves no room for a rank's share in training."""
+    itemsize = dtype_on(config.actor.dtype, gpu.device).itemsize
+    _, weights = parameter_counts(spec)
+    return weights * itemsize * (1 / gpu.per_machine + 1 / world_size) > room
 
 
 def _layouts(
@@ -200,7 +215,7 @@ def _layouts(
 
 
 def _fits(layout: dict[str, Any], spec: ModelSpec, world_size: int) -> bool:
-    sizes = AxisSizes(**{field.name: layout[field.name] for field in fields(AxisSizes)})
+    sizes = _sizes_of(layout)
     problems = (
         sizes.problem("", world_size),
         tp_problem("", sizes.tp, spec),
@@ -210,12 +225,18 @@ def _fits(layout: dict[str, Any], spec: ModelSpec, world_size: int) -> bool:
     return not any(problems)
 
 
+def _sizes_of(layout: dict[str, Any]) -> AxisSizes:
+    return AxisSizes(**{field.name: layout[field.name] for field in fields(AxisSizes)})
+
+
 def _engine_sizes(
-    config: PPOConfig, spec: ModelSpec, layout: dict[str, Any], gpu: Gpu
+    config: PPOConfig, spec: ModelSpec, layout: dict[str, Any], world_size: int, most: int
 ) -> Iterator[int]:
-    """Tensor-parallel sizes of the engine, inside a machine."""
-    ranks = layout["tp"] * layout["cp"] * layout["pp"]
-    for tp in _POWERS[:4]:
-        inside = tp <= gpu.per_machine and ranks % tp == 0
-        if inside and engine_tp_problem(config.rollout.engine, tp, spec, ranks) is None:
+    """Tensor-parallel sizes of the engine, up to `most` ranks."""
+    sizes = _sizes_of(layout)
+    # A replica may lie across groups that share experts.
+    ranks = world_size if most > _POWERS[3] and sizes.shares_experts_across else sizes.ranks
+    for tp in _POWERS:
+        fits = tp <= most and ranks % tp == 0
+        if fits and engine_tp_problem(config.rollout.engine, tp, spec, ranks) is None:
             yield tp

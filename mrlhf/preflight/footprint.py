@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.device import device_kind, dtype_on
+from mrlhf.inference.sizes import engine_ep
 from mrlhf.models.families import Chunk
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parameters import (
@@ -195,7 +196,9 @@ def _of_rank(
             found.phases[update_of("actor")][f"{name}_output/params"] = nbytes
         if "judge_model" in shares:
             judge = shares["judge_model"]
-            found.sizes["judge engine/params"] = _engine_bytes(judge, True, judge.layout.tp, 1)
+            found.sizes["judge engine/params"] = _engine_bytes(
+                judge, "native", judge.layout.tp, None
+            )
             found.phases["passes of judge_model"] |= {
                 "judge engine/params": found.sizes["judge engine/params"],
                 "judge engine/cache, at least": cache_needs(config.of_judge(), judge.spec).least,
@@ -251,7 +254,7 @@ def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
     if config.full_kl_in_loss:  # the reference's output layer is part of the loss
         update |= found.phases.get("passes of reference", {})
 
-    engine = _engine_bytes(actor, rollout.engine == "native", rollout.tp, rollout.ep or 1)
+    engine = _engine_bytes(actor, rollout.engine, rollout.tp, rollout.ep)
     found.sizes[ENGINE] = engine
     if spec.lora is not None and rollout.lora == "merged":
         found.held[MERGED] = merged_bytes(spec, actor.layout, actor.itemsize, actor.stage)
@@ -268,20 +271,23 @@ def update_of(name: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _engine_bytes(actor: _Share, native: bool, tp: int, ep: int) -> int:
+def _engine_bytes(
+    actor: _Share, kind: Literal["native", "vllm"], tp: int, wanted_ep: int | None
+) -> int:
     """The engine's weights that are not the actor's own tensors, adapters aside.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
     actor = replace(actor, spec=without_adapters(actor.spec))
-    choose = EngineLayout.closest if native else EngineLayout.consecutive
+    ep = engine_ep(kind, wanted_ep, tp, actor.layout.etp, actor.spec)
+    choose = EngineLayout.closest if kind == "native" else EngineLayout.consecutive
     engine = choose(actor.layout, tp, ep)
     place = engine.place_in_replica(actor.layout.rank_at(pp=actor.stage))
     whole = engine_chunk(actor.spec, place)
     lacking = 0
     for part, times in alike_parts(actor.spec, [whole]).items():
         lacking += times * sum(_needed(actor.spec, part, place, actor.itemsize).values())
-    if not native:
+    if kind == "vllm":
         return lacking
 
     for part, times in actor.parts.items():

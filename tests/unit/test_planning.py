@@ -16,6 +16,7 @@ from mrlhf.commands.plan import layout_of, main
 from mrlhf.config import DPOConfig, PPOConfig, SFTConfig, load_config
 from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError
+from mrlhf.inference.sizes import engine_ep
 from mrlhf.models.flops import forward_flops
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
@@ -36,7 +37,8 @@ from tests.pages import ROOT, commands_of
 
 GRPO = "configs/gpu/qwen3_8b_grpo_8_gpus.yaml"
 MIXTURE = "configs/gpu/qwen3_30b_a3b_grpo_16_gpus.yaml"
-# Layout of the actor, and the engine's tp: the same, wider, narrower, across stages and experts.
+# Layout of the actor, and the engine's tp: the same, wider, narrower, across stages; then experts
+# that stay whole in the engine too, inside of an actor's group and across.
 ENGINES = [
     (ParallelLayout(tp=2, dp=2, etp=2), 2),
     (ParallelLayout(tp=2, pp=2, etp=2), 4),
@@ -44,6 +46,7 @@ ENGINES = [
     (ParallelLayout(tp=2, pp=2, dp=2, etp=2), 2),
     (ParallelLayout(tp=2, cp=2, pp=2, etp=2), 2),
 ]
+OF_EXPERTS = [(ParallelLayout(tp=4, dp=2, ep=8), 4), (ParallelLayout(tp=4, dp=2, ep=4), 8)]
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +70,24 @@ def _specs(config: AnyConfig) -> dict[str, ModelSpec]:
     return {name: spec for name, spec in check_models(config).items() if spec is not None}
 
 
-@pytest.mark.parametrize(("layout", "tp"), ENGINES)
-@pytest.mark.parametrize("file", [GRPO, MIXTURE])
+@pytest.mark.parametrize(
+    ("file", "layout", "tp"),
+    [*((file, *engine) for file in (GRPO, MIXTURE) for engine in ENGINES)]
+    + [(MIXTURE, *engine) for engine in OF_EXPERTS],
+)
 def test_the_engine_holds_alone_what_a_hand_over_brings_or_copies(
     file: str, layout: ParallelLayout, tp: int
 ) -> None:
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp")}
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
     keys = [f"actor.{axis}={size}" for axis, size in sizes.items()]
-    config = _config(file, *keys, "actor.ep=1", "actor.etp=null", f"rollout.tp={tp}")
+    config = _config(file, *keys, f"rollout.tp={tp}")
     specs = _specs(config)
     # Few layers, so that the plans are made at once.
     few = {name: _shallow(spec) for name, spec in specs.items()}
 
-    engine = EngineLayout.closest(layout, tp)
     spec = few["actor"]
+    ep = engine_ep("native", config.rollout.ep, tp, layout.etp, spec)
+    engine = EngineLayout.closest(layout, tp, ep)
     sides = sides_of_all(
         engine,
         lambda rank: role_pieces(spec, layout, rank),
