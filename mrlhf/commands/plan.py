@@ -10,7 +10,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from mrlhf.commands.endings import end_command
@@ -32,6 +33,7 @@ from mrlhf.version import add_version_option
 
 _RESERVE_GB = 10.0
 _SILENT_S = 10.0
+_MORE_GPUS = (2, 4, 8)  # times as many are tried where nothing fits
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,11 +87,14 @@ def _plan(options: argparse.Namespace) -> int:
     for line in of_shipped_sizes(config):
         show(line)
     lengths = _lengths(options, config)
-    found = search(config, specs, options.gpus, gpu, lengths, reserve, _Progress())
+    search_on = partial(search, config, specs, gpu=gpu, lengths=lengths, reserve=reserve)
+    found = search_on(options.gpus, advance=_Progress())
     if not found.tried:
         raise ConfigError(f"no layout of the models fits {options.gpus} GPUs; give another number")
 
     show("\n".join(_in_words(found, options.gpus, gpu, lengths, reserve)))
+    if not found.best:
+        show(_remedy(config, search_on, options.gpus))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         for number, plan in enumerate(found.best, start=1):
@@ -97,6 +102,19 @@ def _plan(options: argparse.Namespace) -> int:
         if found.best:
             show(f"wrote {options.out}/1.yaml to {len(found.best)}.yaml: give one after your own")
     return 0 if found.best else 1
+
+
+def _remedy(config: AnyConfig, search_on: Callable[[int], Found], gpus: int) -> str:
+    """What would fit, if nothing does: so many more GPUs, if these are not too many."""
+    numbers = [gpus * times for times in _MORE_GPUS]
+    for number in numbers:
+        if best := search_on(number).best:
+            enough = f"{number} GPUs would do ({layout_of(best[0].config)})"
+            break
+    else:
+        enough = f"{numbers[-1]} GPUs would not do either"
+    keys = [f"{name}.lora.rank" for name in trained_models(config)]
+    return f"{enough}; adapters ({', '.join(keys)}) or shorter sequences need less memory"
 
 
 class _Progress:
@@ -167,8 +185,6 @@ def _in_words(found: Found, gpus: int, gpu: Gpu, lengths: Lengths, reserve: floa
         yield "would be faster, but do not fit:" if found.best else "none fits; the nearest:"
         for plan in found.too_large:
             yield f"  {layout_of(plan.config)}: {_lacks(plan, room)}"
-    if not found.best:
-        yield "more GPUs, adapters (actor.lora.rank), or shorter sequences need less memory"
 
 
 def _on_own(found: Found, gpus: int, room: float) -> Iterator[str]:

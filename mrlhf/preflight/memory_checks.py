@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import AnyConfig, PPOConfig, SupervisedConfig, section_of
+from mrlhf.device import device_kind
 from mrlhf.errors import ConfigError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.device_memory import BOUND_KEY
@@ -19,6 +20,7 @@ from mrlhf.printable import size_text
 
 SectionT = TypeVar("SectionT", bound=Section)
 _REMEDIES = 3
+_LARGEST_GPU = 300 * 10**9  # bytes
 
 
 def describe_phases(
@@ -32,6 +34,8 @@ def describe_phases(
     of_phases = [f"{phase} {size_text(sizes.total(phase))}" for phase in sizes.phases]
     yield f"memory of each phase on the rank that has most ({on}): {', '.join(of_phases)}"
     yield "  with activations of full micro-batches, one response in the cache, and no buffers"
+    if device_kind(config.distributed.device) == "cuda" and sizes.most > _LARGEST_GPU:
+        yield f"  no GPU has so much; mrlhf plan --gpus {world_size} finds layouts that may fit"
 
 
 def check_memory(

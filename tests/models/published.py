@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Glm4MoeLiteConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 # As it stands in the repository of DeepSeek-V3, but for what is said of transformers' code.
 DEEPSEEK_V3: dict[str, Any] = {
@@ -112,6 +119,58 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 
 
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """The `config.json` of gpt-oss-20b or gpt-oss-120b."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
+    }
+
+
 def _llama(hidden: int, ffn: int, layers: int, heads: int) -> PretrainedConfig:
     return LlamaConfig(
         vocab_size=128256,
@@ -168,6 +227,7 @@ def _configs() -> dict[str, PretrainedConfig]:
             max_position_embeddings=40960,
             tie_word_embeddings=False,
         ),
+        "GLM-4.7-Flash": Glm4MoeLiteConfig(),  # its defaults are the published values
         "Llama-3.1-8B-Instruct": _llama(4096, 14336, 32, 32),
         "Llama-3.3-70B-Instruct": _llama(8192, 28672, 80, 64),
     }
@@ -177,7 +237,11 @@ def write_published(directory: Path) -> None:
     """Write `directory/<name>/config.json` for each of them."""
     for name, config in _configs().items():
         config.save_pretrained(directory / name)
-    (directory / "DeepSeek-V3").mkdir()
-    (directory / "DeepSeek-V3" / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    (directory / "Qwen3-Next-80B-A3B").mkdir()
-    (directory / "Qwen3-Next-80B-A3B" / "config.json").write_text(json.dumps(QWEN3_NEXT))
+    stated = {
+        "DeepSeek-V3": DEEPSEEK_V3,
+        "Qwen3-Next-80B-A3B": QWEN3_NEXT,
+        "gpt-oss-120b": gpt_oss(36, 128),
+    }
+    for name, values in stated.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(values))

@@ -26,62 +26,11 @@ from mrlhf.models.spec import ClampedSwish, Experts
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.weights.mxfp4 import dequantised
+from tests.models.published import gpt_oss
 from tests.shards import make_slots, stored, tiny_config, tiny_spec
 
 FILE = "model.safetensors"
 EXPERTS = "model.layers.3.mlp.experts."
-
-
-def _published(layers: int, experts: int) -> dict[str, Any]:
-    """The `config.json` of gpt-oss-20b or gpt-oss-120b."""
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "eos_token_id": 200002,
-        "experts_per_token": 4,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
-        "initial_context_length": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 2880,
-        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-        "max_position_embeddings": 131072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "num_local_experts": experts,
-        "output_router_logits": False,
-        "pad_token_id": 199999,
-        "quantization_config": {
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-            "quant_method": "mxfp4",
-        },
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "vocab_size": 201088,
-    }
 
 
 @pytest.mark.parametrize(
@@ -89,11 +38,11 @@ def _published(layers: int, experts: int) -> dict[str, Any]:
     [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)],
 )
 def test_the_published_models(layers: int, experts: int, parameters: int, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_published(layers, experts)))
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss(layers, experts)))
     spec = load_spec(tmp_path, "lm")
     shapes = family_of(spec).tensor_shapes(spec)
     assert sum(math.prod(shape) for shape in shapes.values()) == parameters
-    config = GptOssConfig(**_published(layers, experts))
+    config = GptOssConfig(**gpt_oss(layers, experts))
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in theirs.parameters()) == parameters

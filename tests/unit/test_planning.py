@@ -46,7 +46,7 @@ ENGINES = [
     (ParallelLayout(tp=2, pp=2, dp=2, etp=2), 2),
     (ParallelLayout(tp=2, cp=2, pp=2, etp=2), 2),
 ]
-OF_EXPERTS = [(ParallelLayout(tp=4, dp=2, ep=8), 4), (ParallelLayout(tp=4, dp=2, ep=4), 8)]
+OF_EXPERTS = [(ParallelLayout(tp=4, dp=2, ep=8), tp) for tp in (4, 8)]
 
 
 @pytest.fixture(scope="module")
