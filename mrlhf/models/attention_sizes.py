@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mrlhf.models.spec import DeltaNet, Latent, ModelSpec
+from mrlhf.models.spec import DELTA_CHUNK, DeltaNet, Latent, ModelSpec
 
 
 class Product(NamedTuple):
@@ -57,6 +57,7 @@ class AttentionSizes:
     kept_whole: int = 0  # beside `kept`, which ranks share out: of all tokens on a rank
     # `pair_products` of the engine, which may attend in another way; None: in the same
     engine_pair_products: int | None = None
+    inner_bytes: int = 0  # of a token, kept while the backward pass computes inner steps again
     token_products: int = 0  # multiplications for a token beside `products`, whatever it sees
     state_bytes: int = 0  # of a sequence in the engine, read and written for each token
 
@@ -135,6 +136,9 @@ def _of_latents(spec: ModelSpec, latent: Latent) -> AttentionSizes:
 def _of_delta_net(hidden: int, net: DeltaNet) -> AttentionSizes:
     """The sizes of a gated delta net, whose inner steps the backward pass computes again."""
     projected = net.channels + net.value_size
+    # Numbers of float32 that autograd saves in a value head, counted in bfloat16 training.
+    states = net.key_dim * net.value_dim
+    of_head = 14 * net.key_dim + 4.5 * net.value_dim + 9 * DELTA_CHUNK + 3 * states / DELTA_CHUNK
     return AttentionSizes(
         products=(
             Product(hidden, projected, dim=0),
@@ -145,6 +149,7 @@ def _of_delta_net(hidden: int, net: DeltaNet) -> AttentionSizes:
         keys_and_values=0,
         kept=projected + 2 * net.value_heads + net.value_size,
         cached=CachedHeads(0, 0),
+        inner_bytes=round(4 * net.value_heads * of_head),
         # The state is multiplied by a key and a query, and gets a product of a key and a value.
         token_products=3 * net.state_numbers + net.taps * net.channels,
         state_bytes=4 * net.state_numbers,

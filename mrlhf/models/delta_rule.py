@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.models.ops import rms_norm
-from mrlhf.models.spec import DeltaNet
+from mrlhf.models.spec import DELTA_CHUNK, DeltaNet
 
-_CHUNK = 64  # tokens, as in transformers
 _EPS = 1e-6  # added to the square of the length of a query or key
 
 
@@ -114,7 +113,7 @@ class Chunks:
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
         """Cut sequences of these lengths, 1 or more."""
-        size = min(_CHUNK, max(lengths))
+        size = min(DELTA_CHUNK, max(lengths))
         counts = [-(-length // size) for length in lengths]
         firsts = [0, *accumulate(counts)]
         places = [

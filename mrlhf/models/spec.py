@@ -101,6 +101,10 @@ class Latent:
     norm_eps: float = 1e-6  # of the norms of latents, whatever the model's other norms have
 
 
+DELTA_CHUNK = 64
+"""Tokens of a delta net that are computed together in training, as in transformers."""
+
+
 @dataclass(frozen=True)
 class DeltaNet:
     """Gated delta nets, https://arxiv.org/abs/2412.06464, in place of attention in some layers.

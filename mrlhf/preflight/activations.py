@@ -152,7 +152,9 @@ class Activations:
             taken += self._kept(top, "none") - self._kept(top) + self._residual
         if self._splits:
             taken += self._states  # inputs are gathered in one buffer for all layers
-        return taken + (self._mixture if self.spec.has_experts(top) else self._mlp)
+        every = attention_layers(self.spec)
+        inner = self._tokens / self.layout.tp * max(every[layer].inner_bytes for layer in layers)
+        return taken + max(inner, self._mixture if self.spec.has_experts(top) else self._mlp)
 
     @property
     def _mlp(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,19 @@ from mrlhf.inference.base import SamplingParams, generate, requests_for
 from mrlhf.inference.checks import missing_feature
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.attention_sizes import attention_layers
-from mrlhf.models.delta_rule import Chunks, Gates, chunked, one_token
+from mrlhf.models.delta_rule import (
+    Chunks,
+    Gates,
+    chunked,
+    convolve,
+    gates_of,
+    heads_of,
+    one_token,
+)
 from mrlhf.models.families import family_of, load_spec, spec_of
 from mrlhf.models.flops import forward_flops
 from mrlhf.models.parallel_sizes import tp_problem
+from mrlhf.models.spec import DeltaNet
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import cache_needs, check_models
 from tests.models.engines import (
@@ -83,6 +93,31 @@ def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
             if given is None:
                 torch.testing.assert_close(states[number], state[0], rtol=1e-4, atol=1e-5)
         begin += lengths[number]
+
+
+def test_what_autograd_keeps_of_the_inner_steps_is_in_plans() -> None:
+    """Within 10 %, by the tensors that torch saves."""
+    for heads in ((4, 8, 128, 128), (4, 4, 128, 64)):
+        net = DeltaNet((True,), *heads, taps=4)
+        channels = torch.randn(512, net.channels, dtype=torch.bfloat16, requires_grad=True)
+        numbers = torch.randn(512, net.value_heads, 2, requires_grad=True)
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            gates = gates_of(numbers, *torch.zeros(2, net.value_heads))
+            weight = torch.randn(net.channels, 1, 4, dtype=torch.bfloat16, requires_grad=True)
+            rows = convolve(channels, weight, [channels.new_zeros(3, net.channels)], [512])
+            states = torch.zeros(1, net.value_heads, net.key_dim, net.value_dim)
+            chunked(*heads_of(net, rows), gates, Chunks.of_lengths([512], rows.device), states)
+
+        spec = replace(tiny_spec("qwen3_next"), delta=replace(net, layers=(True,) * 4))
+        foreseen = attention_layers(spec)[0].inner_bytes * 512
+        counted = sum(storage.nbytes() for storage in saved.values())
+        assert counted == pytest.approx(foreseen, rel=0.1)
 
 
 def test_one_token_goes_on_as_a_chunk_of_one() -> None:
