@@ -7,7 +7,6 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 # The ends of the names of linear layers' matrices, those aside that every rank has whole.
 _SPLIT = ("qkv", "proj", "fc1", "fc2", "q_proj", "q_up_proj", "kv_up_proj")
 _LINEAR = tuple(f".linear_{layer}.weight" for layer in _SPLIT)
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
@@ -101,10 +99,7 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
 
 
 def alike_parts(spec: ModelSpec, chunks: Iterable[Chunk]) -> Counter[Chunk]:
-    """Return how often chunks hold each kind of layer, and what they hold beside layers.
-
-    A kind is a chunk of the first layer whose pieces are those of its others, names aside.
-    """
+    """Return how often chunks hold each first layer of a kind, and what is beside layers."""
     first = _first_alike(spec)
     parts: Counter[Chunk] = Counter()
     for chunk in chunks:
@@ -124,21 +119,21 @@ def engine_pieces(
     spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
 ) -> list[Piece]:
     """Return the pieces of an engine's rank `rank`, or those that hold some of `tensors`."""
-    place = layout.place_in_replica(rank)
-    return engine_part_pieces(spec, engine_chunk(spec, place), place, tensors)
+    return pieces_at(spec, layout.place_in_replica(rank), None, tensors)
 
 
-def engine_part_pieces(
-    spec: ModelSpec, chunk: Chunk, place: ReplicaPlace, tensors: Set[str] | None = None
+def pieces_at(
+    spec: ModelSpec, place: ReplicaPlace, part: Chunk | None, tensors: Set[str] | None = None
 ) -> list[Piece]:
-    """Return the pieces of a chunk at a place of a replica, or those that hold some `tensors`."""
-    weights = _engine_map(spec, chunk)
+    """Return the same of a place in a replica, or of a part of the model there."""
+    weights = _engine_map(spec, experts_of(spec, place.ep, place.ep_rank), part)
     return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp), tensors=tensors)
 
 
-def engine_chunk(spec: ModelSpec, place: ReplicaPlace) -> Chunk:
-    """Return all layers, with the experts that a rank of a replica holds."""
-    return Chunk(range(spec.num_layers), True, True, experts_of(spec, place.ep, place.ep_rank))
+def engine_parts(spec: ModelSpec, place: ReplicaPlace) -> Counter[Chunk]:
+    """Return the parts of a whole model at a place of a replica, as `alike_parts`."""
+    experts = experts_of(spec, place.ep, place.ep_rank)
+    return alike_parts(spec, [Chunk(range(spec.num_layers), True, True, experts)])
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,8 @@ def engine_cuts(spec: ModelSpec, place: ReplicaPlace) -> dict[str, Cut]:
     the experts of its place.
     """
     cuts: dict[str, Cut] = {}
-    for name, rule in _engine_map(spec, engine_chunk(spec, place)).rules.items():
+    experts = experts_of(spec, place.ep, place.ep_rank)
+    for name, rule in _engine_map(spec, experts).rules.items():
         if rule.of_expert:
             cuts[name] = Cut(rule, place.etp_rank, place.etp)
         else:
@@ -239,19 +235,18 @@ def trained_tensors(spec: ModelSpec) -> Set[str]:
 def _first_alike(spec: ModelSpec) -> list[int]:
     """The first layer whose tensors have the same shapes and train too, for each layer."""
     trained = trained_tensors(spec)
-    tensors: dict[int, list[tuple[str, Shape, bool]]] = {}
+    kinds: list[list[tuple[str, Shape, bool]]] = [[] for _ in range(spec.num_layers)]
     for name, shape in _shapes(spec).items():
-        if of_layer := _LAYER.fullmatch(name):
-            own = (of_layer[2], shape, name in trained)
-            tensors.setdefault(int(of_layer[1]), []).append(own)
-
-    kinds: dict[tuple[tuple[str, Shape, bool], ...], int] = {}
-    return [kinds.setdefault(tuple(tensors[layer]), layer) for layer in range(spec.num_layers)]
+        number, _, own = name.partition(".layers.")[2].partition(".")
+        if own:
+            kinds[int(number)].append((own, shape, name in trained))
+    return [kinds.index(kind) for kind in kinds]
 
 
 @lru_cache(maxsize=64)
-def _engine_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
-    whole = _weight_map(spec, chunk)
+def _engine_map(spec: ModelSpec, experts: range, part: Chunk | None = None) -> _WeightMap:
+    part = part or Chunk(range(spec.num_layers), is_first=True, is_last=True)
+    whole = _weight_map(spec, replace(part, experts=experts))
 
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig
+from mrlhf.config.sections import RoleSection
 from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.inference.sizes import engine_tp_problem
@@ -46,7 +47,7 @@ class Plan:
     @property
     def most(self) -> int:
         """The bytes in the phase that takes most, on the GPU that has most."""
-        return self.memory.most
+        return self.memory.total(self.memory.peak)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def search(
         tried = with_keys(config, keys)
         for more in choices:
             sizes = footprint(with_keys(tried, more), specs, world_size)
-            if sizes.most > room:
+            if sizes.total(sizes.peak) > room:
                 continue
             plan = plan_of(keys | more, sizes)
             fitting.append(plan)
@@ -168,9 +169,7 @@ def _candidates(
     if isinstance(config, PPOConfig | DPOConfig):
         others.append("reference")
 
-    across = isinstance(config, PPOConfig) and _needs_machines(
-        config, specs[policy], world_size, gpu, room
-    )
+    most = _engine_ranks(specs[policy], config.roles()[policy], world_size, gpu, room)
     shares = [size for size in _POWERS[:4] if size == 1 or config.data.max_length >= size * _SHARE]
     for layout in _layouts(specs[policy], world_size, gpu, shares):
         sections = [policy]
@@ -185,18 +184,15 @@ def _candidates(
             if not isinstance(config, PPOConfig):
                 yield keys
                 continue
-            most = world_size if across else gpu.per_machine
             for tp in _engine_sizes(config, specs[policy], layout, world_size, most):
                 yield keys | {"rollout.tp": tp}
 
 
-def _needs_machines(
-    config: PPOConfig, spec: ModelSpec, world_size: int, gpu: Gpu, room: int
-) -> bool:
-    """Whether an engine inside a machine leaves no room for a rank's share in training."""
-    itemsize = dtype_on(config.actor.dtype, gpu.device).itemsize
-    _, weights = parameter_counts(spec)
-    return weights * itemsize * (1 / gpu.per_machine + 1 / world_size) > room
+def _engine_ranks(spec: ModelSpec, role: RoleSection, world_size: int, gpu: Gpu, room: int) -> int:
+    """The most ranks of an engine: a machine's if that leaves room for the weights in training."""
+    nbytes = parameter_counts(spec)[1] * dtype_on(role.dtype, gpu.device).itemsize
+    fits = nbytes / gpu.per_machine + nbytes / world_size <= room
+    return gpu.per_machine if fits else world_size
 
 
 def _layouts(
@@ -235,7 +231,7 @@ def _engine_sizes(
     """Tensor-parallel sizes of the engine, up to `most` ranks."""
     sizes = _sizes_of(layout)
     # A replica may lie across groups that share experts.
-    ranks = world_size if most > _POWERS[3] and sizes.shares_experts_across else sizes.ranks
+    ranks = world_size if sizes.shares_experts_across else sizes.ranks
     for tp in _POWERS:
         fits = tp <= most and ranks % tp == 0
         if fits and engine_tp_problem(config.rollout.engine, tp, spec, ranks) is None:

@@ -20,13 +20,7 @@ from mrlhf.device import device_kind, dtype_on
 from mrlhf.inference.sizes import engine_ep
 from mrlhf.models.families import Chunk
 from mrlhf.models.lora import without_adapters
-from mrlhf.models.parameters import (
-    alike_parts,
-    engine_chunk,
-    engine_part_pieces,
-    keeps_float32,
-    part_pieces,
-)
+from mrlhf.models.parameters import engine_parts, keeps_float32, part_pieces, pieces_at
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -105,11 +99,6 @@ class Footprint:
         return max(self.ranks, key=lambda rank: rank.most)
 
     @property
-    def most(self) -> int:
-        """The bytes of that rank in that phase."""
-        return self.fullest.most
-
-    @property
     def held(self) -> dict[str, int]:
         """The bytes that never leave the GPU of the fullest rank."""
         return self.fullest.held
@@ -127,29 +116,9 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     """
     # Stages of a model are consecutive ranks, so the first rank of each part has other ones.
     parts = math.lcm(*(role.value_of("pp") for role in config.roles().values()))
-    device = device_kind(config.distributed.device)
-    shares = {}
-    for name, role in config.roles().items():
-        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
-        itemsize = dtype_on(role.dtype, device).itemsize
-        shares[name] = [
-            _Share(specs[name], layout, stage, itemsize, device) for stage in range(layout.pp)
-        ]
-
-    # No micro-batch is larger than all that a rank has of an optimizer step.
-    works = role_work(config, world_size)
-    most_tokens = {work.name: work.per_rank * work.longest for work in works}
-    ranks = []
-    for part in range(parts):
-        own = {name: stages[part * len(stages) // parts] for name, stages in shares.items()}
-        ranks.append(_of_rank(config, own, most_tokens))
-    if not isinstance(config, PPOConfig):
-        return Footprint(ranks)
-
-    needs = cache_needs(config, specs["actor"])
-    for rank in ranks:
-        rank.phases[GENERATION]["engine/cache, at least"] = needs.least
-    return Footprint(ranks, needs.bytes)
+    firsts = [part * world_size // parts for part in range(parts)]
+    sample = cache_needs(config, specs["actor"]).bytes if isinstance(config, PPOConfig) else 0
+    return Footprint([_of_rank(config, specs, world_size, first) for first in firsts], sample)
 
 
 @dataclass(frozen=True)
@@ -160,7 +129,6 @@ class _Share:
     layout: ParallelLayout
     stage: int
     itemsize: int  # bytes of a weight
-    device: str
 
     @property
     def parts(self) -> Counter[Chunk]:
@@ -172,17 +140,27 @@ class _Share:
         return _held(self.spec, part, self.layout.tp, self.layout.etp, self.itemsize)
 
 
-def _of_rank(
-    config: AnyConfig, shares: Mapping[str, _Share], most_tokens: Mapping[str, int]
-) -> RankBytes:
+def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> RankBytes:
     """The bytes of a rank, model by model and then those of the engine."""
+    shares = {}
+    for name, role in config.roles().items():
+        layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
+        itemsize = dtype_on(role.dtype, device_kind(config.distributed.device)).itemsize
+        shares[name] = _Share(specs[name], layout, layout.coordinates(rank).pp, itemsize)
+
     found = RankBytes({}, {}, {})
     trained = trained_models(config)
+    # No micro-batch is larger than all that a rank has of an optimizer step.
+    most_tokens = {
+        work.name: work.per_rank * work.longest for work in role_work(config, world_size)
+    }
     for name, role in config.roles().items():
         if name in trained:
             _add_trained(found, config, name, shares[name], most_tokens[name])
         elif isinstance(config, PPOConfig):
-            own = {"params": _weights(shares[name])}
+            model = (shares[name].spec, shares[name].layout, shares[name].itemsize)
+            weights = training_bytes(*model, True, stage=shares[name].stage).weights
+            own = {"params": weights}
             found.phases[f"passes of {name}"] = _add_owners(found, name, role, own)
         # DPO's reference has left before the policy is built, which takes more.
 
@@ -196,9 +174,7 @@ def _of_rank(
             found.phases[update_of("actor")][f"{name}_output/params"] = nbytes
         if "judge_model" in shares:
             judge = shares["judge_model"]
-            found.sizes["judge engine/params"] = _engine_bytes(
-                judge, "native", judge.layout.tp, None
-            )
+            found.sizes["judge engine/params"] = _engine_bytes(judge, "native", judge.layout.tp)
             found.phases["passes of judge_model"] |= {
                 "judge engine/params": found.sizes["judge engine/params"],
                 "judge engine/cache, at least": cache_needs(config.of_judge(), judge.spec).least,
@@ -215,8 +191,9 @@ def _add_trained(
     states_of = (optim.splits_states, optim.name == "muon")
     own = training_bytes(share.spec, share.layout, itemsize, *states_of, share.stage).by_owner
 
+    device = device_kind(config.distributed.device)
     tokens = min(role.micro_batch_tokens, most_tokens)
-    of_pack = (tokens, role.recompute, role.sequence_parallel, share.device)
+    of_pack = (tokens, role.recompute, role.sequence_parallel, device)
     activations = Activations(share.spec, share.layout, share.stage, itemsize, *of_pack)
     added = {f"{name}/activations": most_bytes(activations)}
 
@@ -224,8 +201,8 @@ def _add_trained(
         states = own.pop("optimizer")
         found.sizes[f"{name}/optimizer"] = states
         # The most of a weight's main weights and moments that pass through the GPU together.
-        largest = _largest(share) // itemsize
-        added[f"{name}/optimizer, in parts"] = max(STREAMED_BYTES, 3 * 4 * largest)
+        largest = max(size for part in share.parts for size in share.parameters(part).values())
+        added[f"{name}/optimizer, in parts"] = max(STREAMED_BYTES, 3 * 4 * (largest // itemsize))
         # Main weights are made on the GPU, once the gradients have left.
         start = {f"{name}/main weights": states // 3 if itemsize < 4 else 0}
         if "params" in role.offload:
@@ -262,7 +239,8 @@ def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
         found.held[ENGINE] = engine  # the base comes once
     else:
         generating[ENGINE] = engine
-    found.phases[GENERATION] = generating
+    least = cache_needs(config, spec).least
+    found.phases[GENERATION] = generating | {"engine/cache, at least": least}
 
 
 def update_of(name: str) -> str:
@@ -272,9 +250,9 @@ def update_of(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _engine_bytes(
-    actor: _Share, kind: Literal["native", "vllm"], tp: int, wanted_ep: int | None
+    actor: _Share, kind: Literal["native", "vllm"], tp: int, wanted_ep: int | None = None
 ) -> int:
-    """The engine's weights that are not the actor's own tensors, adapters aside.
+    """The engine's weights, adapters aside, that are not the actor's own tensors on its rank.
 
     A tensor with exactly the slices of one of the actor's shares its memory.
     """
@@ -283,30 +261,15 @@ def _engine_bytes(
     choose = EngineLayout.closest if kind == "native" else EngineLayout.consecutive
     engine = choose(actor.layout, tp, ep)
     place = engine.place_in_replica(actor.layout.rank_at(pp=actor.stage))
-    whole = engine_chunk(actor.spec, place)
     lacking = 0
-    for part, times in alike_parts(actor.spec, [whole]).items():
+    for part, times in engine_parts(actor.spec, place).items():
         lacking += times * sum(_needed(actor.spec, part, place, actor.itemsize).values())
-    if kind == "vllm":
-        return lacking
 
-    for part, times in actor.parts.items():
-        needed = _needed(actor.spec, replace(part, experts=whole.experts), place, actor.itemsize)
+    for part, times in actor.parts.items() if kind == "native" else ():
+        needed = _needed(actor.spec, part, place, actor.itemsize)
         shared = needed.keys() & actor.parameters(part).keys()
         lacking -= times * sum(needed[keys] for keys in shared)
     return lacking
-
-
-@lru_cache(maxsize=4096)
-def _weights(share: _Share) -> int:
-    """The bytes of all weights."""
-    return sum(times * sum(share.parameters(part).values()) for part, times in share.parts.items())
-
-
-@lru_cache(maxsize=4096)
-def _largest(share: _Share) -> int:
-    """The bytes of the largest parameter."""
-    return max(size for part in share.parts for size in share.parameters(part).values())
 
 
 @lru_cache(maxsize=64)
@@ -318,7 +281,7 @@ def _held(spec: ModelSpec, part: Chunk, tp: int, etp: int, itemsize: int) -> dic
 @lru_cache(maxsize=64)
 def _needed(spec: ModelSpec, part: Chunk, place: ReplicaPlace, itemsize: int) -> dict[Any, int]:
     """The same of a rank of an engine's replica."""
-    return _by_slices(engine_part_pieces(spec, part, place), itemsize)
+    return _by_slices(pieces_at(spec, place, part), itemsize)
 
 
 def _by_slices(pieces: Iterable[Piece], itemsize: int) -> dict[Any, int]:

@@ -34,7 +34,7 @@ def describe_phases(
     of_phases = [f"{phase} {size_text(sizes.total(phase))}" for phase in sizes.phases]
     yield f"memory of each phase on the rank that has most ({on}): {', '.join(of_phases)}"
     yield "  with activations of full micro-batches, one response in the cache, and no buffers"
-    if device_kind(config.distributed.device) == "cuda" and sizes.most > _LARGEST_GPU:
+    if device_kind(config.distributed.device) == "cuda" and sizes.total(sizes.peak) > _LARGEST_GPU:
         yield f"  no GPU has so much; mrlhf plan --gpus {world_size} finds layouts that may fit"
 
 
