@@ -255,6 +255,7 @@ def _generation(
         exchanging = 0.0
         if tp > 1:
             moved = rows * spec.hidden_size * engine.itemsize * 2 * (tp - 1) / tp
+            # Assumed: each machine adds as much as an exchange inside one takes.
             latency = gpu.latency_s * math.ceil(tp / gpu.per_machine)
             exchanging = 2 * spec.num_layers * (latency + moved / _link(gpu, tp))
         seconds += count * (engine.engine(Work(rows, lengths.seen, rows)) + exchanging)
