@@ -103,7 +103,8 @@ def alike_parts(spec: ModelSpec, chunks: Iterable[Chunk]) -> Counter[Chunk]:
     first = _first_alike(spec)
     parts: Counter[Chunk] = Counter()
     for chunk in chunks:
-        parts[replace(chunk, layers=range(0))] += 1
+        if chunk.is_first or chunk.is_last:
+            parts[replace(chunk, layers=range(0))] += 1
         for layer in chunk.layers:
             kind = range(first[layer], first[layer] + 1)
             parts[Chunk(kind, is_first=False, is_last=False, experts=chunk.experts)] += 1

@@ -120,8 +120,8 @@ def test_each_kind_of_layer_is_counted_as_often_as_a_rank_has_it(
     model: str, lora: Lora | None
 ) -> None:
     spec = replace(tiny_spec(model), lora=lora)
-    layout = ParallelLayout(pp=2, ep=1 if spec.experts is None else 2, dp=2)
-    for stage in range(2):
+    layout = ParallelLayout(pp=4, ep=1 if spec.experts is None else 2, dp=2)
+    for stage in range(4):
         weights = 0
         for piece in role_pieces(spec, layout, layout.rank_at(pp=stage)):
             count = math.prod(piece.shape(piece.start, piece.stop))
