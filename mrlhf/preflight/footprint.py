@@ -118,7 +118,11 @@ def footprint(config: AnyConfig, specs: Specs, world_size: int) -> Footprint:
     parts = math.lcm(*(role.value_of("pp") for role in config.roles().values()))
     firsts = [part * world_size // parts for part in range(parts)]
     sample = cache_needs(config, specs["actor"]).bytes if isinstance(config, PPOConfig) else 0
-    return Footprint([_of_rank(config, specs, world_size, first) for first in firsts], sample)
+    # No micro-batch is larger than all that a rank has of an optimizer step.
+    works = role_work(config, world_size)
+    most_tokens = {work.name: work.per_rank * work.longest for work in works}
+    ranks = [_of_rank(config, specs, world_size, first, most_tokens) for first in firsts]
+    return Footprint(ranks, sample)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,9 @@ class _Share:
         return _held(self.spec, part, self.layout.tp, self.layout.etp, self.itemsize)
 
 
-def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> RankBytes:
+def _of_rank(
+    config: AnyConfig, specs: Specs, world_size: int, rank: int, most_tokens: Mapping[str, int]
+) -> RankBytes:
     """The bytes of a rank, model by model and then those of the engine."""
     shares = {}
     for name, role in config.roles().items():
@@ -150,10 +156,6 @@ def _of_rank(config: AnyConfig, specs: Specs, world_size: int, rank: int) -> Ran
 
     found = RankBytes({}, {}, {})
     trained = trained_models(config)
-    # No micro-batch is larger than all that a rank has of an optimizer step.
-    most_tokens = {
-        work.name: work.per_rank * work.longest for work in role_work(config, world_size)
-    }
     for name, role in config.roles().items():
         if name in trained:
             _add_trained(found, config, name, shares[name], most_tokens[name])
