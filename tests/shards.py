@@ -16,6 +16,15 @@ from mrlhf.models.families import FAMILIES, family_of
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.shard import Piece, Shape, Slot
 
+_HYBRID: dict[str, Any] = {
+    "head_dim": 4,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
 _FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "llama_tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -29,6 +38,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": None, "num_key_value_heads": 8},
+    "qwen3_5_text": {"tie_word_embeddings": True, **_HYBRID, "num_key_value_heads": 2},
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
@@ -64,13 +74,14 @@ _MIXTURE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "qwen3_next": {
-        "head_dim": 4,
-        "partial_rotary_factor": 0.5,
-        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 3,
-        "linear_value_head_dim": 5,
+        **_HYBRID,
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "qwen3_5_moe_text": {
+        **_HYBRID,
+        "linear_num_value_heads": 12,
         "num_experts": 4,
         "moe_intermediate_size": 12,
         "shared_expert_intermediate_size": 20,

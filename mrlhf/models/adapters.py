@@ -13,7 +13,7 @@ gradient of the input. So the gradient of a whole factor is a part of a sum as w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from mrlhf.host.products import linear
-from mrlhf.models.lora import adapted_layers, adapter_rules, linear_layers
+from mrlhf.models.lora import adapted_layers, adapter_rules
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape, local_shape
 
@@ -142,12 +142,12 @@ class RowAdapters(Adapters):
         adapters: Mapping[str, Adapter],
         ranks: SplitRanks,
         periods: int,
-        blocks: Sequence[tuple[str, int]],
+        blocks: Mapping[str, int],
     ) -> None:
-        """`blocks` are the name of each layer of the parameter, and the rows in a block of it."""
+        """`blocks` are the rows of a period that each layer of the parameter has, by its name."""
         super().__init__(adapters, 0, ranks)
         self._periods = periods
-        self._blocks = tuple(blocks)
+        self._blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to what is added to this rank's rows of the output, [..., out]."""
@@ -172,7 +172,7 @@ class RowAdapters(Adapters):
             return super().in_place(outputs)
         like = next(iter(outputs.values()))
         parts = []
-        for name, rows in self._blocks:
+        for name, rows in self._blocks.items():
             if name in outputs:
                 parts.append(outputs[name].unflatten(-1, (self._periods, rows)))
             else:
@@ -236,13 +236,12 @@ def make_adapters(
         return WholeAdapters(adapters, ranks)
     if rule.dim == 1:
         return ColumnAdapters(adapters, ranks)
-    all_layers = linear_layers(rule, shapes)
     periods, rows = rule.blocks(shapes, size)
-    if len(all_layers) == 1:
-        return RowAdapters(adapters, ranks, 1, [(_last(layers[0]), periods * sum(rows))])
-    return RowAdapters(
-        adapters, ranks, periods, list(zip(map(_last, all_layers), rows, strict=True))
-    )
+    blocks: dict[str, int] = {}  # the blocks of a tensor follow one another in a period
+    for name, count in zip(rule.names, rows, strict=True):
+        layer = _last(name.removesuffix(".weight"))
+        blocks[layer] = blocks.get(layer, 0) + count
+    return RowAdapters(adapters, ranks, periods, blocks)
 
 
 def _last(layer: str) -> str:

@@ -30,8 +30,11 @@ def end_token_ids(directory: str | Path) -> dict[int, str]:
     for name in ("config.json", _FILE):
         file = Path(directory) / name
         if file.is_file():
-            stated = read_object(file, ConfigError).get("eos_token_id")
-            ids |= dict.fromkeys(_token_ids(file, stated), name)
+            stated = read_object(file, ConfigError)
+            # A model that also reads images states those of its language model within.
+            within = stated.get("text_config")
+            for part in (stated, within if isinstance(within, dict) else {}):
+                ids |= dict.fromkeys(_token_ids(file, part.get("eos_token_id")), name)
     return ids
 
 

@@ -92,8 +92,11 @@ def adapter_rules(
 
 def _cut_rows(rule: Rule, layer: str) -> Rule:
     """Return the rule of a factor B, whose rows are cut like those of its layer."""
-    names = tuple(layer + B for name in rule.names if name == f"{layer}.weight")
-    if len(names) == len(rule.names):  # one tensor, or a tensor of the file that holds all
+    parts = [number for number, name in enumerate(rule.names) if name == f"{layer}.weight"]
+    names = (layer + B,) * len(parts)
+    if rule.intervals is not None:  # a tensor of the file holds several of them, or all
+        return rule._replace(names=names, intervals=tuple(rule.intervals[n] for n in parts))
+    if len(names) == len(rule.names):
         return rule._replace(names=names)
     # All but the first are of KV heads, if any are; ranks of an engine may share these.
     kv_heads = None if rule.names[0] == f"{layer}.weight" else rule.periods

@@ -119,6 +119,8 @@ class DeltaNet:
     key_dim: int  # of a head of q and k
     value_dim: int  # of a head of v
     taps: int  # tokens that the convolution of q, k and v sees, the newest included
+    # whether a checkpoint's rows of q, k, v and z of a key head are together, and those of b and a
+    fused_tensors: bool = True
 
     @property
     def key_size(self) -> int:

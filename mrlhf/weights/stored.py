@@ -35,6 +35,7 @@ DTYPES = {
 }
 _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
+_WRAPPED = "model.language_model."  # in the files of a model that also reads images
 BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
 FP8 = "F8_E4M3"
@@ -171,7 +172,8 @@ def holds_weights(directory: Path) -> bool:
 def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor]:
     """The stored tensor of each tensor of a model.
 
-    As transformers does, it adds or removes the prefix `model.` where that makes a name known.
+    As transformers does, it adds or removes the prefix `model.`, or takes `language_model.` out of
+    a name, where that makes it known.
     Matrices of fp8 numbers, and stacks in MXFP4, come with the scales of their blocks.
 
     Raises:
@@ -400,7 +402,7 @@ def _by_model_name(
     """The stored tensors by the model's names, or by their own where it does not know them."""
     names = {*known, *other_forms}
     for tensor in stored.tensors.values():
-        name = _model_name(tensor.name, names)
+        name = model_name(tensor.name, names)
         if name in known or name not in other_forms:
             yield name, tensor
             continue
@@ -442,13 +444,10 @@ def _require_shape(directory: Path, name: str, shape: Shape, expected: Shape) ->
         )
 
 
-def _model_name(name: str, known: Collection[str]) -> str:
+def model_name(name: str, known: Collection[str]) -> str:
     """The model's name of a stored tensor, or its own if the model does not know it."""
-    stripped = name.removeprefix(_PREFIX)
-    if stripped != name and stripped in known:
-        return stripped
-    prefixed = _PREFIX + name
-    return prefixed if prefixed in known else name
+    others = (name.removeprefix(_PREFIX), _PREFIX + name, name.replace(_WRAPPED, _PREFIX, 1))
+    return next((other for other in others if other in known), name)
 
 
 def _check_formats(stored: ModelFiles) -> None:

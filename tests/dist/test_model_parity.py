@@ -112,6 +112,8 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "deepseek-v3": "core_attn",
     "glm4-moe-lite": "none",
     "qwen3-next": "core_attn",
+    "qwen3-5": "full",
+    "qwen3-5-moe": "core_attn",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
 MIXTURE_LAYOUTS = {
@@ -442,7 +444,8 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", DELTA_LAYOUTS)
 def test_delta_nets_equal_transformers(references: Path, world_size: int) -> None:
-    cases = [(sizes, ("qwen3-next",)) for sizes in DELTA_LAYOUTS[world_size]]
+    cases = [(sizes, ("qwen3-next", "qwen3-5-moe")) for sizes in DELTA_LAYOUTS[world_size]]
+    cases += [(sizes, ("qwen3-5",)) for sizes in DELTA_LAYOUTS[world_size] if sizes.ep == 1]
     for worst in run_ranks(world_size, _mixture_parity, str(references), cases):
         # The norm after a state divides by small numbers, which enlarges what is rounded.
         assert max(worst.values()) < 3e-4, worst

@@ -18,9 +18,12 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+
+from tests.models.features import delta_layers
 
 MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss")
 
@@ -109,7 +112,7 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             **{**sizes, "num_key_value_heads": 1},
             head_dim=16,
             partial_rotary_factor=0.5,
-            layer_types=_delta_layers(sizes["num_hidden_layers"]),
+            layer_types=delta_layers(sizes["num_hidden_layers"]),
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=6,
@@ -120,12 +123,21 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             shared_expert_intermediate_size=40,
             tie_word_embeddings=False,
         ),
+        "qwen3-5-moe": Qwen3_5MoeTextConfig(
+            **{name: size for name, size in sizes.items() if name != "intermediate_size"},
+            head_dim=16,
+            partial_rotary_factor=0.25,
+            layer_types=delta_layers(sizes["num_hidden_layers"]),
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=6,
+            linear_value_head_dim=9,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+        ),
     }
-
-
-def _delta_layers(layers: int) -> list[str]:
-    """Attention in the second layer alone."""
-    return ["full_attention" if layer == 1 else "linear_attention" for layer in range(layers)]
 
 
 def deepseek_config(

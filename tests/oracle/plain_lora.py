@@ -23,7 +23,7 @@ RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
 _LINEAR = re.compile(
-    r"\.layers\..*(_proj(_with_mqa|_qkvz|_ba)?|\.w[123]|\.mlp\.gate|\.mlp\.router)\.weight$"
+    r"\.layers\..*(_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.mlp\.router)\.weight$"
 )
 
 

@@ -104,7 +104,7 @@ class HuggingFaceSource(ModelSource):
             else:
                 left_out.append(f"{name}: a copy of the embedding, which the model shares")
         if unneeded:
-            left_out.append(f"tensors of a draft model: {unneeded}")
+            left_out.append(f"tensors of a draft model or of what reads images: {unneeded}")
         return left_out
 
 

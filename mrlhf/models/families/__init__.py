@@ -33,6 +33,8 @@ from mrlhf.models.families.phi3 import PHI3
 from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen2_moe import QWEN2_MOE
 from mrlhf.models.families.qwen3 import QWEN3
+from mrlhf.models.families.qwen3_5 import QWEN3_5
+from mrlhf.models.families.qwen3_5_moe import QWEN3_5_MOE
 from mrlhf.models.families.qwen3_moe import QWEN3_MOE
 from mrlhf.models.families.qwen3_next import QWEN3_NEXT
 from mrlhf.models.families.seed_oss import SEED_OSS
@@ -41,7 +43,7 @@ from mrlhf.models.families.values import check_values
 from mrlhf.models.published import how_to_get
 from mrlhf.models.rope import keys_of_transformers_4
 from mrlhf.models.spec import Head, ModelSpec
-from mrlhf.weights.stored import are_equal, survey
+from mrlhf.weights.stored import are_equal, model_name, survey
 
 __all__ = [
     "FAMILIES",
@@ -58,15 +60,22 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
-        *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+        *(QWEN2, QWEN3, QWEN3_5, SEED_OSS, SMOLLM3),
         *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
 }
+
+_WRAPPED = {family.wrapper: family for family in FAMILIES.values() if family.wrapper is not None}
 
 _MOST_PARAMETERS = 10**13
 # Keys that say nothing about the model: names of code, and how its files store the weights.
 _OF_FILES = ("auto_map", "custom_pipelines", "quantization_config")
+# Keys that a model which also reads images states beside its parts, and not in each.
+_OF_ALL_PARTS = (
+    *("dtype", "torch_dtype", "transformers_weights"),
+    *("quantization_config", "compression_config"),
+)
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -98,6 +107,8 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         )
     stated = read_object(file, ConfigError)
     family = _stated_family(file, stated)
+    if stated["model_type"] == family.wrapper:
+        stated = _language_model(file, stated, family)
     for key in family.required_keys:
         if all(stated.get(name) is None for name in key.split(" or ")):
             raise ConfigError(f"{file}: no {key}; a {family.model_type} model must state it")
@@ -139,7 +150,8 @@ def stores_own_output(path: str | Path, spec: ModelSpec) -> bool:
     """
     family = family_of(spec)
     try:
-        tensors = survey(Path(path)).tensors
+        known = (family.embedding, family.language_head)
+        tensors = {model_name(own, known): held for own, held in survey(Path(path)).tensors.items()}
         embedding = tensors.get(family.embedding)
         output = tensors.get(family.language_head)
         if embedding is None or output is None:
@@ -202,11 +214,22 @@ def _stated_dtype(spec: ModelSpec) -> torch.dtype | None:
 
 def _stated_family(file: Path, stated: dict[str, Any]) -> Family:
     model_type = stated.get("model_type")
-    supported = ", ".join(sorted(FAMILIES))
+    families = FAMILIES | _WRAPPED
+    supported = ", ".join(sorted(families))
     if model_type is None:
         raise ConfigError(f"{file}: no model_type; supported are {supported}")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in families:
         raise ConfigError(
             f"{file}: model_type {model_type!r} is not supported; supported are {supported}"
         )
-    return FAMILIES[model_type]
+    return families[model_type]
+
+
+def _language_model(file: Path, stated: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The `config.json` of the language model alone of one that also reads images."""
+    own = stated.get("text_config")
+    if not isinstance(own, dict):
+        raise ConfigError(f"{file}: text_config is not an object; a {family.wrapper} needs one")
+    of_files = {key: stated[key] for key in _OF_ALL_PARTS if key in stated}
+    ties = stated.get("tie_word_embeddings", own.get("tie_word_embeddings", False))
+    return {**of_files, **own, "tie_word_embeddings": ties, "model_type": family.model_type}

@@ -70,6 +70,8 @@ class Family:
             although the model has no place for them, such as the layers of a draft model.
         float32_endings: how the names of tensors end that are float32 whatever the others are.
         classifier_stem: `class_stem` of a sequence classifier, if that is another.
+        wrapper: the `model_type` of models that also read images, and hold one of these as their
+            `text_config`.
         window_base_key: the key of transformers 4 for the rotary base of layers with a window.
     """
 
@@ -91,6 +93,7 @@ class Family:
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
     float32_endings: tuple[str, ...] = ()
     classifier_stem: str | None = None
+    wrapper: str | None = None
     window_base_key: str | None = None
 
     def tensor_shapes(self, spec: ModelSpec) -> dict[str, Shape]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrlhf.errors import ConfigError
-from mrlhf.models.families.dense import dense_spec
+from mrlhf.models.families.dense import dense_spec, require_values
 from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.mixture import (
     draft_layers,
@@ -32,12 +32,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
 def latent_spec(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec with latent attention, without experts; ConfigError if something is not built."""
     family = config["model_type"]
-    for key, only in _ONLY.items():
-        if config.get(key, only) != only:
-            raise ConfigError(
-                f"config.json has {key}={config[key]!r}; only {only!r} is supported in a {family} "
-                "model"
-            )
+    require_values(config, _ONLY)
     if config["attention_bias"]:
         raise ConfigError(
             f"config.json sets attention_bias, which is not supported in a {family} model"

@@ -16,8 +16,11 @@ def delta_shapes(hidden: int, net: DeltaNet, prefix: str) -> Iterator[tuple[str,
     yield prefix + "dt_bias", (net.value_heads,)
     yield prefix + "A_log", (net.value_heads,)
     yield prefix + "conv1d.weight", (net.channels, 1, net.taps)
-    yield prefix + "in_proj_qkvz.weight", (2 * (net.key_size + net.value_size), hidden)
-    yield prefix + "in_proj_ba.weight", (2 * net.value_heads, hidden)
+    rows = {"qkv": net.channels, "z": net.value_size, "b": net.value_heads, "a": net.value_heads}
+    if net.fused_tensors:
+        rows = {"qkvz": net.channels + net.value_size, "ba": 2 * net.value_heads}
+    for name, count in rows.items():
+        yield f"{prefix}in_proj_{name}.weight", (count, hidden)
     yield prefix + "norm.weight", (net.value_dim,)
     yield prefix + "out_proj.weight", (hidden, net.value_size)
 
@@ -29,18 +32,24 @@ def delta_parameters() -> list[str]:
 
 
 def delta_rules(net: DeltaNet, prefix: str) -> dict[str, Rule]:
-    """The rules of the parameters; files already have the rows of a key head together."""
+    """The rules of the parameters, in which the rows of a key head are together."""
     q, k = net.key_size, 2 * net.key_size
     rows = ((0, q), (q, k), (k, net.channels))
 
-    def of_heads(name: str) -> Rule:
-        return Rule((prefix + name,), dim=0, periods=net.key_heads)
+    def of_heads(*names: str) -> Rule:
+        return Rule(tuple(prefix + name for name in names), dim=0, periods=net.key_heads)
 
+    qkvz = of_heads("in_proj_qkvz.weight")
+    ba = of_heads("in_proj_ba.weight")
+    if not net.fused_tensors:
+        qkvz = of_heads(*["in_proj_qkv.weight"] * 3, "in_proj_z.weight")
+        qkvz = qkvz._replace(intervals=(*rows, (0, net.value_size)))
+        ba = of_heads("in_proj_b.weight", "in_proj_a.weight")
     return {
         "self_attention.A_log": of_heads("A_log"),
         "self_attention.dt_bias": of_heads("dt_bias"),
-        "self_attention.linear_qkvz.weight": of_heads("in_proj_qkvz.weight"),
-        "self_attention.linear_ba.weight": of_heads("in_proj_ba.weight"),
+        "self_attention.linear_qkvz.weight": qkvz,
+        "self_attention.linear_ba.weight": ba,
         "self_attention.conv1d": Rule((prefix + "conv1d.weight",) * 3, dim=0, intervals=rows),
         "self_attention.norm": Rule((prefix + "norm.weight",), dim=None),
         "self_attention.linear_proj.weight": Rule((prefix + "out_proj.weight",), dim=1),

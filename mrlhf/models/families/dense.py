@@ -113,6 +113,26 @@ def dense_spec(config: dict[str, Any], head: Head, partial_rotary: bool = False)
     return spec
 
 
+def require_values(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Refuse other values of keys that transformers does not know: it computes these."""
+    for key, only in values.items():
+        if config.get(key, only) != only:
+            raise ConfigError(
+                f"config.json has {key}={config[key]!r}; only {only!r} is supported in a "
+                f"{config['model_type']} model"
+            )
+
+
+def refuse_scalar(config: dict[str, Any], head: Head, class_stem: str) -> None:
+    """Refuse a critic or reward model of a family without a classifier in transformers."""
+    if head == "scalar":
+        raise ConfigError(
+            f"a critic or reward model cannot be a {config['model_type']} model, because "
+            f"transformers has no {class_stem}ForSequenceClassification; use a model of another "
+            "family"
+        )
+
+
 def with_layer_types(spec: ModelSpec) -> ModelSpec:
     """The model with the windows of `layer_types`; ConfigError if these are wrong."""
     types = spec.hf_config["layer_types"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mrlhf.errors import ConfigError
-from mrlhf.models.families.dense import dense_spec
+from mrlhf.models.families.dense import dense_spec, refuse_scalar
 from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.mixture import (
     draft_layers,
@@ -23,11 +22,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a GLM-4.5 `config.json`."""
-    if head == "scalar":
-        raise ConfigError(
-            "a critic or reward model cannot be a glm4_moe model, because transformers has no "
-            "Glm4MoeForSequenceClassification; use a model of another family"
-        )
+    refuse_scalar(config, head, "Glm4Moe")
     spec = replace(
         dense_spec(config, head, partial_rotary=True),
         qkv_bias=bool(config["attention_bias"]),

@@ -10,6 +10,7 @@ from typing import Any
 
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
+from mrlhf.models.families.dense import refuse_scalar
 from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.mixture import grouped_experts, mixture_family, with_experts
 from mrlhf.models.spec import Head, ModelSpec
@@ -17,11 +18,7 @@ from mrlhf.models.spec import Head, ModelSpec
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a GLM-4.7-Flash `config.json`."""
-    if head == "scalar":
-        raise ConfigError(
-            "a critic or reward model cannot be a glm4_moe_lite model, because transformers has no "
-            "Glm4MoeLiteForSequenceClassification; use a model of another family"
-        )
+    refuse_scalar(config, head, "Glm4MoeLite")
     kinds = config["mlp_layer_types"]
     if len(kinds) != config["num_hidden_layers"] or set(kinds) - {"dense", "sparse"}:
         raise ConfigError(

@@ -9,17 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from mrlhf.errors import ConfigError
-from mrlhf.models.families.dense import dense_family, dense_spec
+from mrlhf.models.families.dense import dense_family, dense_spec, refuse_scalar
 from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a Granite `config.json`."""
-    if head == "scalar":
-        raise ConfigError(
-            "a critic or reward model cannot be a granite model, because transformers has no "
-            "GraniteForSequenceClassification; use a model of another family"
-        )
+    refuse_scalar(config, head, "Granite")
     divisor = float(config["logits_scaling"])
     if divisor == 0:
         raise ConfigError("config.json has logits_scaling=0; it must not be 0")

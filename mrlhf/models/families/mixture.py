@@ -20,6 +20,11 @@ from mrlhf.models.spec import Experts, Head, ModelSpec
 from mrlhf.weights.stored import OtherForm
 
 _MOST_EXPERTS = 4096
+SHARED_EXPERT_KEYS = (
+    *("num_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "shared_expert_intermediate_size",
+)
+"""What a `config.json` must state for `with_shared_expert`."""
 
 
 def mixture_family(
@@ -71,6 +76,16 @@ def with_experts(spec: ModelSpec, experts: Experts) -> ModelSpec:
             f"and they together num_experts_per_tok={experts.per_token}"
         )
     return replace(spec, experts=experts)
+
+
+def with_shared_expert(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
+    """The model with the mixtures of `stated_experts`, and a gated shared expert in each."""
+    experts = replace(
+        stated_experts(config),
+        shared_ffn_size=count(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return with_experts(spec, experts)
 
 
 def stated_experts(config: dict[str, Any]) -> Experts:

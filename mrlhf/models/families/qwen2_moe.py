@@ -10,19 +10,18 @@ from typing import Any
 
 from mrlhf.models.families.dense import dense_spec, with_layer_types
 from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import count, mixture_family, stated_experts, with_experts
+from mrlhf.models.families.mixture import (
+    SHARED_EXPERT_KEYS,
+    mixture_family,
+    with_shared_expert,
+)
 from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a Qwen2-MoE `config.json`."""
     spec = replace(with_layer_types(dense_spec(config, head)), qkv_bias=bool(config["qkv_bias"]))
-    experts = replace(
-        stated_experts(config),
-        shared_ffn_size=count(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-    return with_experts(spec, experts)
+    return with_shared_expert(spec, config)
 
 
 QWEN2_MOE = mixture_family(
@@ -30,10 +29,5 @@ QWEN2_MOE = mixture_family(
     "Qwen2Moe",
     read_config,
     ExpertNames(),
-    (
-        "num_experts or num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-    ),
+    SHARED_EXPERT_KEYS,
 )

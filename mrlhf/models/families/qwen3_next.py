@@ -11,7 +11,12 @@ from typing import Any
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.dense import dense_spec
 from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import count, mixture_family, stated_experts, with_experts
+from mrlhf.models.families.mixture import (
+    SHARED_EXPERT_KEYS,
+    count,
+    mixture_family,
+    with_shared_expert,
+)
 from mrlhf.models.spec import WHOLE_MODEL, DeltaNet, Head, ModelSpec
 
 _SIZES = (
@@ -21,13 +26,21 @@ _SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+HYBRID_KEYS = ("num_key_value_heads", "head_dim", *_SIZES)
+"""What the `config.json` of such a model must state beside what every model must."""
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a Qwen3-Next `config.json`."""
+    return with_shared_expert(hybrid_spec(config, head), config)
+
+
+def hybrid_spec(config: dict[str, Any], head: Head, fused_tensors: bool = True) -> ModelSpec:
+    """The spec of a `config.json` with delta nets, without experts; see `DeltaNet`."""
     if config["attention_bias"]:
         raise ConfigError(
-            "config.json sets attention_bias, which is not supported in a qwen3_next model"
+            "config.json sets attention_bias, which is not supported in a "
+            f"{config['model_type']} model"
         )
     key_heads, value_heads, key_dim, value_dim = (count(config, key) for key in _SIZES[:4])
     if value_heads % key_heads:
@@ -43,9 +56,10 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         key_dim=key_dim,
         value_dim=value_dim,
         taps=count(config, _SIZES[4], least=2),
+        fused_tensors=fused_tensors,
     )
 
-    spec = replace(
+    return replace(
         dense_spec(config, head, partial_rotary=True),
         qk_norm="head",
         norms_add_one=True,
@@ -53,12 +67,6 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         ropes=tuple(None if delta else WHOLE_MODEL for delta in is_delta),
         delta=net if any(is_delta) else None,
     )
-    experts = replace(
-        stated_experts(config),
-        shared_ffn_size=count(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-    return with_experts(spec, experts)
 
 
 def _is_delta(config: dict[str, Any]) -> tuple[bool, ...]:
@@ -67,7 +75,8 @@ def _is_delta(config: dict[str, Any]) -> tuple[bool, ...]:
     if set(types) - {"linear_attention"} != {"full_attention"}:
         raise ConfigError(
             f"config.json has layer_types {', '.join(sorted(set(types)))}; only full_attention, in "
-            "one layer at least, and linear_attention are supported in a qwen3_next model"
+            f"one layer at least, and linear_attention are supported in a {config['model_type']} "
+            "model"
         )
     return tuple(kind == "linear_attention" for kind in types)
 
@@ -78,10 +87,7 @@ QWEN3_NEXT = replace(
         "Qwen3Next",
         read_config,
         ExpertNames(),
-        (
-            *("num_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-            *("shared_expert_intermediate_size", "head_dim", *_SIZES),
-        ),
+        (*SHARED_EXPERT_KEYS, *HYBRID_KEYS),
     ),
     ignored_prefixes=lambda spec: ("mtp.",),  # the layers of a draft model
 )
