@@ -22,9 +22,10 @@ from mrlhf.errors import ConfigError
 from mrlhf.host import kernels
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
+from mrlhf.models.lora import A, B
 from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.models.transformer_engine import linears_of
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -39,8 +40,10 @@ from mrlhf.training.optimizer import ShardedOptimizer
 from mrlhf.weights.shard import Slot
 from tests.dist.role_runs import CPU
 from tests.models import stand_in_te as stand_ins
+from tests.models.engines import tensors_of
 from tests.models.features import YARN, YARN_IN_FULL, feature_configs
 from tests.models.mixtures import MIXTURES, as_in_files, mixture_configs
+from tests.oracle.plain_lora import ALPHA, PREFIX, RANK, Added, adapt, save_adapter
 from tests.ranks import run_ranks
 
 LENGTHS = (5, 19, 12, 24)
@@ -113,6 +116,7 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "glm4-moe-lite": "none",
     "qwen3-next": "core_attn",
     "qwen3-5": "full",
+    "qwen3-5-adapted": "none",
     "qwen3-5-moe": "core_attn",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
@@ -161,7 +165,8 @@ def _weights(columns: int) -> Tensor:
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each model its config.json, its weights, and what transformers computes from them."""
     root = tmp_path_factory.mktemp("references")
-    for name, config in (_configs() | mixture_configs(SIZES)).items():
+    adapted = {"qwen3-5-adapted": feature_configs(SIZES)["qwen3-5"]}
+    for name, config in (_configs() | mixture_configs(SIZES) | adapted).items():
         scalar = name == "scalar"
         auto = transformers.AutoModelForCausalLM
         if scalar:
@@ -176,20 +181,36 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
+        if name in adapted:
+            save_adapter(model, root / f"{name}-factors", torch.Generator().manual_seed(7))
+            adapt(model, root / f"{name}-factors")
 
         outputs = [model(sequence[None]).logits[0] for sequence in _sequences()]
         (torch.cat(outputs) * _weights(outputs[0].shape[1])).sum().backward()
 
         config.save_pretrained(root / name)
         reference = {
-            "weights": as_in_files(model.state_dict(), config.model_type),
+            "weights": tensors_of(model),
             "outputs": [output.detach() for output in outputs],
-            "gradients": as_in_files(
-                {n: parameter.grad for n, parameter in model.named_parameters()}, config.model_type
-            ),
+            "gradients": _gradients_of(model),
         }
         torch.save(reference, root / name / "reference.pt")
     return root
+
+
+def _gradients_of(model: Any) -> dict[str, Tensor]:
+    """Those of the weights by their names in files, or those of the factors of an adapter."""
+    gradients: dict[str, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, Added):
+            for name, a, b in zip(module.names, module.first, module.second, strict=True):
+                layer = name.removeprefix(PREFIX)
+                gradients[layer + A] = a.grad
+                gradients[layer + B] = b.grad
+    if gradients:
+        return gradients
+    parameters = model.named_parameters()
+    return as_in_files({name: p.grad for name, p in parameters}, model.config.model_type)
 
 
 def _named_slice(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
@@ -365,6 +386,8 @@ def _compared(
 ) -> dict[str, float]:
     """The largest deviations of the outputs and, if they are compared, gradients of a model."""
     spec = load_spec(path, head="scalar" if path.name == "scalar" else "lm")
+    if path.name.endswith("-adapted"):
+        spec = replace(spec, lora=Lora(RANK, ALPHA))
     reference = torch.load(path / "reference.pt")
     recomputed = GRADIENTS | MIXTURE_RECOMPUTE
     model = build_model(
@@ -445,7 +468,8 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", DELTA_LAYOUTS)
 def test_delta_nets_equal_transformers(references: Path, world_size: int) -> None:
     cases = [(sizes, ("qwen3-next", "qwen3-5-moe")) for sizes in DELTA_LAYOUTS[world_size]]
-    cases += [(sizes, ("qwen3-5",)) for sizes in DELTA_LAYOUTS[world_size] if sizes.ep == 1]
+    dense = ("qwen3-5", "qwen3-5-adapted")
+    cases += [(sizes, dense) for sizes in DELTA_LAYOUTS[world_size] if sizes.ep == 1]
     for worst in run_ranks(world_size, _mixture_parity, str(references), cases):
         # The norm after a state divides by small numbers, which enlarges what is rounded.
         assert max(worst.values()) < 3e-4, worst

@@ -118,6 +118,83 @@ QWEN3_NEXT: dict[str, Any] = {
     "vocab_size": 151936,
 }
 
+_QWEN3_5: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+_READS_IMAGES: dict[str, Any] = {
+    "image_token_id": 248056,
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+# What the repositories of these models say of their language models, but for the list of layers
+# that `full_attention_interval` gives too.
+QWEN3_5: dict[str, Any] = {
+    **_READS_IMAGES,
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {
+        **_QWEN3_5,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "linear_num_value_heads": 48,
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+    },
+    "vision_config": {"model_type": "qwen3_5", "out_hidden_size": 5120},
+}
+QWEN3_5_MOE: dict[str, Any] = {
+    **_READS_IMAGES,
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        **_QWEN3_5,
+        "hidden_size": 2048,
+        "linear_num_value_heads": 32,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+    },
+    "vision_config": {"model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+}
+
 
 def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     """The `config.json` of gpt-oss-20b or gpt-oss-120b."""
@@ -169,6 +246,16 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": 201088,
     }
+
+
+# By the name of a repository: its `config.json`.
+FILES = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT,
+    "Qwen3.5-27B": QWEN3_5,
+    "Qwen3.5-35B-A3B": QWEN3_5_MOE,
+    "gpt-oss-120b": gpt_oss(36, 128),
+}
 
 
 def _llama(hidden: int, ffn: int, layers: int, heads: int) -> PretrainedConfig:
@@ -237,11 +324,6 @@ def write_published(directory: Path) -> None:
     """Write `directory/<name>/config.json` for each of them."""
     for name, config in _configs().items():
         config.save_pretrained(directory / name)
-    stated = {
-        "DeepSeek-V3": DEEPSEEK_V3,
-        "Qwen3-Next-80B-A3B": QWEN3_NEXT,
-        "gpt-oss-120b": gpt_oss(36, 128),
-    }
-    for name, values in stated.items():
+    for name, stated in FILES.items():
         (directory / name).mkdir()
-        (directory / name / "config.json").write_text(json.dumps(values))
+        (directory / name / "config.json").write_text(json.dumps(stated))

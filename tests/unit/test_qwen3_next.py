@@ -169,9 +169,15 @@ def test_the_engine_equals_transformers_where_states_are_forked_and_lost() -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("adapted", [False, True])
-def test_greedy_equals_transformers_generate(adapted: bool, tmp_path: Path) -> None:
-    model = adapted_model(NAME, tmp_path / "adapter") if adapted else hf_model(NAME)
+@pytest.mark.parametrize("name", [NAME, "qwen3-5", "qwen3-5-moe"])
+@pytest.mark.parametrize("targets", [(), None, ("in_proj_z", "in_proj_a", "q_proj")])
+def test_greedy_equals_transformers_generate(
+    name: str, targets: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """Without adapters, with all, and with those of some tensors that lie in one parameter."""
+    model = hf_model(name)
+    if targets != ():
+        model = adapted_model(name, tmp_path / "adapter", targets)
     sampling = SamplingParams(temperature=0.0, max_tokens=10, seed=0)
     for prompt, sample in zip(
         PROMPTS[:5], answer(make_engine(model), PROMPTS[:5], UIDS[:5], sampling), strict=True

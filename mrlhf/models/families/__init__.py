@@ -229,7 +229,7 @@ def _language_model(file: Path, stated: dict[str, Any], family: Family) -> dict[
     """The `config.json` of the language model alone of one that also reads images."""
     own = stated.get("text_config")
     if not isinstance(own, dict):
-        raise ConfigError(f"{file}: text_config is not an object; a {family.wrapper} needs one")
+        raise ConfigError(f"{file}: no text_config; a {family.wrapper} model must state it")
     of_files = {key: stated[key] for key in _OF_ALL_PARTS if key in stated}
     ties = stated.get("tie_word_embeddings", own.get("tie_word_embeddings", False))
     return {**of_files, **own, "tie_word_embeddings": ties, "model_type": family.model_type}
