@@ -165,7 +165,7 @@ def _weights(columns: int) -> Tensor:
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each model its config.json, its weights, and what transformers computes from them."""
     root = tmp_path_factory.mktemp("references")
-    adapted = {"qwen3-5-adapted": feature_configs(SIZES)["qwen3-5"]}
+    adapted = {"qwen3-5-adapted": mixture_configs(SIZES)["qwen3-5"]}
     for name, config in (_configs() | mixture_configs(SIZES) | adapted).items():
         scalar = name == "scalar"
         auto = transformers.AutoModelForCausalLM

@@ -17,7 +17,6 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
-    Qwen3_5TextConfig,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
@@ -120,31 +119,7 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             },
             pad_token_id=None,
         ),
-        # Three value heads share a key head, and two ranks the KV head. In text, the sections of a
-        # rotation make no difference.
-        "qwen3-5": Qwen3_5TextConfig(
-            **{**sizes, "num_key_value_heads": 1},
-            head_dim=16,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 20000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
-            layer_types=delta_layers(layers),
-            linear_num_key_heads=2,
-            linear_num_value_heads=6,
-            linear_key_head_dim=6,
-            linear_value_head_dim=7,
-            tie_word_embeddings=True,
-        ),
     }
-
-
-def delta_layers(layers: int) -> list[str]:
-    """Delta nets in all layers but the second."""
-    return ["full_attention" if layer == 1 else "linear_attention" for layer in range(layers)]
 
 
 FEATURE_MODELS = (

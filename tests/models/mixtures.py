@@ -1,4 +1,4 @@
-"""Tiny transformers configurations of the families with mixtures of experts.
+"""Tiny transformers configurations of the families with mixtures of experts, or with delta nets.
 
 Each family is there, and each feature of its mixtures. transformers keeps all experts of a layer in
 two tensors and writes them to files one by one; so does `as_in_files`.
@@ -19,11 +19,10 @@ from transformers import (
     PreTrainedConfig,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
-
-from tests.models.features import delta_layers
 
 MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss")
 
@@ -112,7 +111,7 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             **{**sizes, "num_key_value_heads": 1},
             head_dim=16,
             partial_rotary_factor=0.5,
-            layer_types=delta_layers(sizes["num_hidden_layers"]),
+            layer_types=_delta_layers(sizes["num_hidden_layers"]),
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=6,
@@ -123,11 +122,30 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             shared_expert_intermediate_size=40,
             tie_word_embeddings=False,
         ),
+        # Three value heads share a key head, and two ranks the KV head. In text, the sections of a
+        # rotation make no difference.
+        "qwen3-5": Qwen3_5TextConfig(
+            **{**sizes, "num_key_value_heads": 1},
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 20000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+            layer_types=_delta_layers(sizes["num_hidden_layers"]),
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=6,
+            linear_value_head_dim=7,
+            tie_word_embeddings=True,
+        ),
         "qwen3-5-moe": Qwen3_5MoeTextConfig(
             **{name: size for name, size in sizes.items() if name != "intermediate_size"},
             head_dim=16,
             partial_rotary_factor=0.25,
-            layer_types=delta_layers(sizes["num_hidden_layers"]),
+            layer_types=_delta_layers(sizes["num_hidden_layers"]),
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             linear_key_head_dim=6,
@@ -138,6 +156,11 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             shared_expert_intermediate_size=40,
         ),
     }
+
+
+def _delta_layers(layers: int) -> list[str]:
+    """Attention in the second layer alone."""
+    return ["full_attention" if layer == 1 else "linear_attention" for layer in range(layers)]
 
 
 def deepseek_config(

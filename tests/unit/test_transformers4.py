@@ -93,7 +93,9 @@ ROTATIONS: dict[str, list[dict[str, Any]]] = {
 REFUSED = {
     "olmo3": "NoneType",
     "olmo2": "`rope_scaling` must be",
-    "glm4-moe-lite": "does not recognize this architecture",
+    **dict.fromkeys(
+        ("glm4-moe-lite", "qwen3-5", "qwen3-5-moe"), "does not recognize this architecture"
+    ),
     # It has no classifier of these families.
     "scalar-olmo2-0": "Unrecognized configuration class",
     "scalar-olmo3-0": "Unrecognized configuration class",
