@@ -16,14 +16,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.errors import ConfigError
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.generation_config import end_token_ids
+from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import check_weight_files
+from tests.models.features import YARN_IN_FULL
 from tests.models.published import FILES, write_published
 from tests.shards import tiny_config, tiny_spec
 
@@ -147,6 +150,23 @@ def test_the_published_sizes(name: str, published: Path) -> None:
         assert _size(spec) == 26_895_998_464
     else:
         assert _size(spec) == 34_660_610_688
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 5000.0}, YARN_IN_FULL])
+def test_rotation_equals_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
+    """A token of text has the same position in all sections, so heads are rotated in part."""
+    rope = rope | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    config = transformers.Qwen3_5TextConfig(
+        **tiny_config("qwen3_5_text").to_dict() | {"head_dim": 16, "rope_parameters": rope}
+    )
+    config.save_pretrained(tmp_path)
+    spec = load_spec(tmp_path, "lm")
+    frequencies, scale = rope_of(spec)
+    theirs = Qwen3_5TextRotaryEmbedding(config)
+    assert torch.equal(frequencies, theirs.inv_freq) and scale == theirs.attention_scaling
+    cosines, _ = theirs(torch.zeros(1), TOKENS.expand(3, 1, -1))
+    angles = TOKENS[0, :, None] * frequencies
+    torch.testing.assert_close(cosines[0, :, : spec.rotary_dim // 2], angles.cos() * scale)
 
 
 @pytest.mark.parametrize(
