@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -28,10 +27,11 @@ from mrlhf.models.delta_rule import (
 )
 from mrlhf.models.linear import ColumnLinear, RowLinear
 from mrlhf.models.spec import DeltaNet
+from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNet(TokenMixing, MegatronModule):
     """The heads of this rank, with the interface of megatron-core's self-attention."""
 
     def __init__(
@@ -46,7 +46,7 @@ class GatedDeltaNet(MegatronModule):
         self._net = net
         self._tp_group = pg_collection.tp
         # What the chunks need is many times what goes into them.
-        self._recomputes = config.recompute_granularity != "full"
+        self.recomputes = config.recompute_granularity != "full"
         hidden = config.hidden_size
         options: dict[str, Any] = {
             "config": config,
@@ -72,32 +72,15 @@ class GatedDeltaNet(MegatronModule):
         set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         return parameter
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute each sequence of a pack by itself, as `TensorParallelSelfAttention.forward`."""
-        assert attention_mask is None
-        assert packed_seq_params.keys is None, "sequences are neither shared nor split"
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of q, k, v and z, and those of the gates."""
+        projections = (self.linear_qkvz, self.linear_ba)
+        return tuple(linear(hidden_states)[0].squeeze(1) for linear in projections)
 
-        def compute(qkvz: Tensor, ba: Tensor) -> Tensor:
-            return self._compute(qkvz, ba, packed_seq_params)
-
-        qkvz = self.linear_qkvz(hidden_states)[0].squeeze(1)
-        ba = self.linear_ba(hidden_states)[0].squeeze(1)
-        if self._recomputes and torch.is_grad_enabled():
-            output = checkpoint(compute, False, qkvz, ba)
-        else:
-            output = compute(qkvz, ba)
-        projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
-        return projected
-
-    def _compute(self, qkvz: Tensor, ba: Tensor, packed: PackedSequences) -> Tensor:
+    def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, value_heads * value_dim]."""
+        assert packed.keys is None, "sequences are neither shared nor split"
+        qkvz, ba = projections
         lengths = [length for length in packed.mask.query_lengths if length]
         x, z, numbers = split_projections(self._net, qkvz, ba)
         empty = x.new_zeros((self._net.taps - 1, x.shape[-1]))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -27,10 +26,11 @@ from mrlhf.models.ops import halves
 from mrlhf.models.rope import Rope
 from mrlhf.models.self_attention import CoreAttention
 from mrlhf.models.spec import Latent
+from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
-class LatentSelfAttention(MegatronModule):
+class LatentSelfAttention(TokenMixing, MegatronModule):
     """Self-attention of the heads of this rank, with the interface of megatron-core's.
 
     Keys and values are computed for each head, so that the backends of other models attend, and
@@ -52,7 +52,7 @@ class LatentSelfAttention(MegatronModule):
         self._rope = rope
         self._rotary_dim = 2 * len(rope.frequencies)
         self._tp_group = pg_collection.tp
-        self._recomputes = (
+        self.recomputes = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
         heads = config.num_attention_heads
@@ -83,39 +83,18 @@ class LatentSelfAttention(MegatronModule):
             heads * latent.value_dim, hidden, input_is_parallel=True, **options
         )
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend within the sequences of a pack, as `TensorParallelSelfAttention.forward`."""
-        assert attention_mask is None
-
-        def attend(*projections: Tensor) -> Tensor:
-            return self._attend(projections, packed_seq_params)
-
-        projections = self._project(hidden_states)
-        if self._recomputes and self.training:
-            output = checkpoint(attend, False, *projections)
-        else:
-            output = attend(*projections)
-        projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
-        return projected
-
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [tokens, heads * head_dim], k and v before the rotated part of k is added, and
         that part [tokens, rotary_dim].
         """
         latent = self._latent
         if latent.q_rank is None:
-            query = self.linear_q_proj(hidden)[0]
+            query = self.linear_q_proj(hidden_states)[0]
         else:
-            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
+            compressed = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            query = self.linear_q_up_proj(compressed)[0]
 
-        compressed, rotated = self.linear_kv_down_proj(hidden).split(
+        compressed, rotated = self.linear_kv_down_proj(hidden_states).split(
             [latent.kv_rank, self._rotary_dim], dim=-1
         )
         keys_values = self.linear_kv_up_proj(self.kv_layernorm(compressed))[0]
@@ -128,7 +107,7 @@ class LatentSelfAttention(MegatronModule):
             rotated = copy_to_tensor_model_parallel_region(rotated, group=self._tp_group)
         return query.squeeze(1), keys_values.squeeze(1), rotated.squeeze(1)
 
-    def _attend(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
+    def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, heads * value_dim]; in each head the rotated dimensions come first."""
         query, keys_values, rotated = projections
         latent = self._latent

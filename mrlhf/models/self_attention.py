@@ -9,10 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    all_gather_last_dim_from_tensor_parallel_region,
-    checkpoint,
-)
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from mrlhf.models.attention import attend, rotated
 from mrlhf.models.rope import Rope
+from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
 
 
@@ -76,7 +74,7 @@ class CoreAttention(torch.nn.Module):
         )
 
 
-class TensorParallelSelfAttention(SelfAttention):
+class TensorParallelSelfAttention(TokenMixing, SelfAttention):
     """megatron-core's SelfAttention with a forward pass for packed sequences alone.
 
     Several ranks may share a KV head: if there are more ranks than KV heads, their number is a
@@ -102,41 +100,13 @@ class TensorParallelSelfAttention(SelfAttention):
     ) -> None:
         super().__init__(config=config, **options)
         self._rope = rope
+        self.recomputes = self.checkpoint_core_attention
         self.sinks: torch.nn.Parameter | None = None
         if has_sinks:
             heads = config.num_attention_heads // self.world_size
             self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             # The ranks' sinks are different numbers, and all count in the gradient's norm.
             set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend within the sequences of a pack; the mask is causal.
-
-        `hidden_states` is [tokens, 1, hidden], or this rank's part of them under sequence
-        parallelism.
-
-        Returns:
-            The output, shaped as `hidden_states`, and a bias, as SelfAttention returns them.
-        """
-        assert attention_mask is None
-
-        def attend(*projections: Tensor) -> Tensor:
-            return self._attend(projections, packed_seq_params)
-
-        projections = self.project(hidden_states)
-        if self.checkpoint_core_attention and self.training:
-            output = checkpoint(attend, False, *projections)
-        else:
-            output = attend(*projections)
-        projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
-        return projected
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v of this rank's heads before rotation, shaped as for `attend`.
@@ -179,7 +149,7 @@ class TensorParallelSelfAttention(SelfAttention):
         key, value = shares.transpose(-3, -2).flatten(-2).unsqueeze(-3).unbind(-2)
         return query, key, value
 
-    def _attend(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
+    def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, heads * head_dim]."""
         query, key, value, *gate = projections
         rotation = None

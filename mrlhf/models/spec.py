@@ -301,8 +301,9 @@ class ModelSpec:
         has_biases = self.o_bias or self.mlp_bias
         has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
         multiplies = self.residual_multiplier != 1.0
-        is_other = self.latent is not None or self.has_sinks
-        return has_biases or has_norms or multiplies or is_other or self.keeps_weights
+        is_other = self.latent is not None or self.delta is not None
+        has_more = self.has_sinks or self.output_gate
+        return has_biases or has_norms or multiplies or is_other or has_more or self.keeps_weights
 
     @property
     def keeps_weights(self) -> bool:
