@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.e2e.programs import run_program, succeed
 
 PROGRAM = """
@@ -34,5 +38,11 @@ assert transformers.AutoModelForCausalLM and transformers.LlamaConfig().num_hidd
 """
 
 
-def test_tokenizers_come_without_models_and_models_as_ever() -> None:
+def test_tokenizers_come_without_models_and_models_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    succeed(run_program(["-c", PROGRAM]))  # which keeps the names
+    assert list(tmp_path.glob("*/transformers_*.names"))
     succeed(run_program(["-c", PROGRAM]))
