@@ -9,12 +9,14 @@ It needs the start policy and the data of `make demo`. Each run trains on 128 re
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from comparison import read, run, spread, table
 
 STEPS = 40
 EXPLAINED = "critic/vf_explained_var"
@@ -49,8 +51,8 @@ def main() -> int:
                 "train-ppo",
                 [*BASE, *SHARED, *keys, *own, f"seed={seed}", f"trainer.output_dir={out}"],
             )
-            rows[name].append(read(out))
-    print(table(rows))
+            rows[name].append([row for row in read(out) if row["step"]])
+    print(compare(rows))
     return 0
 
 
@@ -69,34 +71,18 @@ def train_critic(out: Path) -> Path:
     return out / "critic" / "model"
 
 
-def run(program: str, arguments: Sequence[str]) -> None:
-    """Run a program on two ranks, and end with its output if it fails."""
-    ranks = [] if program == "generate" else ["-n", "2"]
-    command = [sys.executable, "-m", "mrlhf", program, *ranks, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def read(out: Path) -> list[dict[str, float]]:
-    """The metrics of each step of a run."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["step"]]
-
-
-def table(runs: dict[str, list[list[dict[str, float]]]]) -> str:
+def compare(runs: dict[str, list[list[dict[str, float]]]]) -> str:
     """What each method reached, as a table of Markdown: mean and standard deviation over seeds."""
     aims = [reward(rows, STEPS) for rows in runs["sao, no warm-up"]]
-    lines = ["| method | accuracy | reward of the last steps | explained variance | steps |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    cells = {}
     for name, seeds in runs.items():
         accuracy = [rows[-1]["val/arithmetic/acc@1"] for rows in seeds]
         last = [reward(rows, STEPS) for rows in seeds]
         explained = [rows[-1][EXPLAINED] for rows in seeds if EXPLAINED in rows[-1]]
         steps = [float(until(rows, aim)) for rows, aim in zip(seeds, aims, strict=True)]
-        cells = [spread(accuracy), spread(last), spread(explained), spread(steps, 1)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells[name] = [spread(accuracy), spread(last), spread(explained), spread(steps, 1)]
+    head = ("method", "accuracy", "reward of the last steps", "explained variance", "steps")
+    return table(head, cells)
 
 
 def reward(rows: Sequence[dict[str, float]], step: int) -> float:
@@ -107,13 +93,6 @@ def reward(rows: Sequence[dict[str, float]], step: int) -> float:
 def until(rows: Sequence[dict[str, float]], aim: float) -> int:
     """The first step from which on ten steps have the reward `aim`; one more than all if none."""
     return next((n for n in range(10, len(rows) + 1) if reward(rows, n) >= aim), len(rows) + 1)
-
-
-def spread(numbers: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation; a dash for none."""
-    if not numbers:
-        return "—"
-    return f"{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"
 
 
 if __name__ == "__main__":
