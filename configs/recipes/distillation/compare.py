@@ -130,7 +130,7 @@ def compare_engine(model: str, out: Path) -> str:
         keys = [*ON_POLICY["GRPO, no teacher"], f"rollout.top_p={top_p}", "trainer.total_steps=1"]
         train_on_policy(model, [*keys, f"trainer.output_dir={place}"])
         (step,) = (row for row in read(place) if row["step"])
-        rows[str(top_p)] = [f"{step[name]:.1e}" for name in metrics]
+        rows[str(top_p)] = [f"{step[name]:.2g}" for name in metrics]
     return table(("`rollout.top_p`", *(f"`{name}`" for name in metrics)), rows)
 
 
