@@ -30,8 +30,9 @@ def read(out: Path) -> list[dict[str, float]]:
 
 def table(head: Sequence[str], rows: dict[str, Sequence[str]]) -> str:
     """A table of Markdown: the cells of each row by its name."""
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+    return "\n".join(lines)
 
 
 def spread(numbers: Sequence[float], digits: int = 3) -> str:
