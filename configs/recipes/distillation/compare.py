@@ -29,7 +29,7 @@ ON_POLICY = {
     "distillation, `kl: reverse`": (*BY_128, "algorithm.distillation.kl=reverse"),
     "distillation, `kl: forward`": (*BY_128, "algorithm.distillation.kl=forward"),
     "GRPO, no teacher": ("algorithm.preset=grpo", "rollout.n=8", "data.train_batch_size=16",
-                         "actor.ppo_mini_batch_size=8"),
+                         "actor.ppo_mini_batch_size=8", "actor.optim.lr=4e-4"),
 }  # fmt: skip
 TOP_P = (1.0, 0.9, 0.7)
 
