@@ -206,8 +206,8 @@ def compare(expected: ModelSource, directory: Path, progress: Progress) -> None:
         raise CheckpointError(f"the result and the source differ in {difference[0]}")
 
     for name, form in expected.tensors.items():
-        wanted = expected.read(name)
-        found = result.read(name)
+        wanted = expected.read(name).contiguous()
+        found = result.read(name).contiguous()
         same = found.shape == wanted.shape and found.dtype == wanted.dtype
         # The bits: a NaN equals itself, and 0 is not -0.
         if not same or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
