@@ -15,7 +15,7 @@ class TokenMixing:
     """A module's forward pass for packed sequences, with the interface of megatron-core's.
 
     Attributes:
-        recomputes: whether the backward pass computes `mix` again
+        recomputes: whether the backward pass computes `mix` again.
         linear_proj: the output's projection.
     """
 

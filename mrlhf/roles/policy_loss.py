@@ -152,8 +152,7 @@ class PolicyLossSettings:
         teachers = None
         if self.teacher_of:
             sources = experience.rollout.prompts.data_source[span]
-            names = list(dict.fromkeys(self.teacher_of.values()))
-            numbers = [names.index(self.teacher_of[source]) for source in sources]
+            numbers = [self._teachers.index(self.teacher_of[source]) for source in sources]
             teachers = torch.tensor(numbers, dtype=torch.int32)[:, None].expand_as(mask)
         return PolicyBatch(
             drawn=drawn,
@@ -170,7 +169,12 @@ class PolicyLossSettings:
     @property
     def teacher_metrics(self) -> list[str]:
         """The names of the teachers' own divergences, if there are several."""
-        return [f"actor/distillation_kl/{name}" for name in dict.fromkeys(self.teacher_of.values())]
+        return [f"actor/distillation_kl/{name}" for name in self._teachers]
+
+    @property
+    def _teachers(self) -> list[str]:
+        """The names of several teachers, in the order of their numbers."""
+        return list(dict.fromkeys(self.teacher_of.values()))
 
     def token_weights(self, mask: Tensor) -> Tensor:
         """The weight of each token in the sum of a loss, for a table of whole sequences."""
