@@ -15,7 +15,7 @@ Numbers = Callable[..., Tensor]
 """Random numbers of the given shape, on the device and of the dtype that is tried."""
 
 # Operators that only an engine needs: on pages of the KV cache, and on experts.
-OF_ENGINE = ("rotate_store", "paged_attention", "sort_by_expert", "join_experts")
+OF_ENGINE = ("rotate_store", "paged_attention", "sort_by_expert", "join_experts", "delta_step")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,15 @@ class Sizes:
     hidden: int = 96
     page: int = 16  # tokens; 0 without a KV cache
     dtype: torch.dtype = torch.bfloat16
+    has_wide_norms: bool = False  # whether weights of norms are float32 in an engine
+    # of a delta net: value heads of a key head, key_dim, value_dim and taps; None if there is none
+    delta: tuple[int, int, int, int] | None = (2, 16, 24, 4)
+
+    def use(self, name: str) -> bool:
+        """Whether the model needs this operator."""
+        if name == "delta_step" and self.delta is None:
+            return False
+        return bool(self.page) or name not in OF_ENGINE
 
 
 _LENGTHS = (40, 3)  # of two sequences
@@ -44,12 +53,17 @@ def _pages(numbers: Numbers, sizes: Sizes) -> list[Tensor]:
     return [numbers(blocks, sizes.page, 2, sizes.dim) for _ in range(2)]
 
 
+def _weights(numbers: Numbers, sizes: Sizes, *shape: int) -> Tensor:
+    """Weights of norms."""
+    return numbers(*shape).float() if sizes.has_wide_norms else numbers(*shape)
+
+
 def _rotate_store(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     tables = _angles(numbers, max(_LENGTHS), sizes)
     device = tables[0].device
     positions = torch.tensor([length - 1 for length in _LENGTHS], device=device)
     places = torch.tensor([5, 70], device=device)
-    norms = numbers(2, sizes.dim).unbind()
+    norms = _weights(numbers, sizes, 2, sizes.dim).unbind()
     qkv = numbers(2, 2, sizes.group + 2, sizes.dim)
     return qkv, *norms, 1e-6, *tables, positions, places, *_pages(numbers, sizes)
 
@@ -83,6 +97,21 @@ def _draw(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
     return logits, 1.5, uniform
 
 
+def _delta_step(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+    """Three sequences of two key heads, of which one begins."""
+    assert sizes.delta is not None
+    shared, key_dim, value_dim, taps = sizes.delta
+    values = 2 * shared * value_dim
+    channels = 4 * key_dim + values
+    qkvz = numbers(3, channels + values)
+    slots, lengths = torch.tensor([[3, 0, 2], [9, 5, 1]], device=qkvz.device)
+    return (
+        qkvz, numbers(3, 4 * shared), numbers(channels, 1, taps), *numbers(2, 2 * shared),
+        numbers(value_dim), 1e-6, slots, lengths.int(), numbers(4, taps - 1, channels),
+        numbers(4, 2 * shared, key_dim, value_dim).float(),
+    )  # fmt: skip
+
+
 _VALID = 1500  # of the columns of logits
 
 
@@ -109,7 +138,9 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "rms_norm_backward": lambda x, s: (
         x(40, s.hidden), x(40, s.hidden), x(s.hidden), x(40).float().abs(),
     ),
-    "add_rms_norm": lambda x, s: (x(5, s.hidden), x(5, s.hidden), x(s.hidden), 1e-6),
+    "add_rms_norm": lambda x, s: (
+        x(5, s.hidden), x(5, s.hidden), _weights(x, s, s.hidden), 1e-6,
+    ),
     "gated": lambda x, s: (x(3, 2 * 1030),),
     "gated_backward": lambda x, s: (x(3, 1030), x(3, 2 * 1030)),
     "rotate": lambda x, s: (x(5, 2, s.group + 2, s.dim)[:, :, :-2], *_angles(x, 5, s), True),
@@ -120,6 +151,7 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "join_experts": lambda x, s: (
         x(6, s.hidden), x(6).argsort().int(), 2 + x(4).argsort().int(), x(3, 2).float(),
     ),
+    "delta_step": _delta_step,
     "vocab_sums": _vocab_sums,
     "vocab_gradient": _vocab_gradient,
 }  # fmt: skip

@@ -27,7 +27,10 @@ _kernel = triton.jit(do_not_specialize=_VARYING)
 def add_rms_norm(
     hidden, delta, weight, out, scales, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """hidden += delta; out = weight * hidden / rms(hidden); one program a row of `size` numbers."""
+    """hidden += delta; out = weight * hidden / rms(hidden); one program a row of `size` numbers.
+
+    A wider weight multiplies numbers that are not rounded yet.
+    """
     row = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -42,7 +45,7 @@ def add_rms_norm(
     if scales is not None:
         tl.store(scales + tl.program_id(0), scale)
     gain = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-    normal = (x * scale).to(dtype).to(tl.float32)
+    normal = (x * scale).to(weight.dtype.element_ty).to(tl.float32)
     tl.store(out + row + columns, (normal * gain).to(dtype), inside)
 
 
@@ -165,8 +168,9 @@ def rotate_store(
             scale = 1.0 / tl.sqrt(tl.sum(own * own, 0) / dim + eps)
             gain = tl.load(norm + lanes, inside, 0.0).to(tl.float32)
             other_gain = tl.load(norm + partner, turns, 0.0).to(tl.float32)
-            own = ((own * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
-            other = ((other * scale).to(dtype).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
+            wide = q_norm.dtype.element_ty
+            own = ((own * scale).to(wide).to(tl.float32) * gain).to(dtype).to(tl.float32)
+            other = ((other * scale).to(wide).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
 
         position = tl.load(positions + token)
         cosine = tl.load(cosines + position * half + lanes % half, turns, 1.0)

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mrlhf.gpu import kernels
+from mrlhf.gpu import delta_kernels, kernels
 
 _LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -352,3 +352,36 @@ def vocab_gradient(
 def _warps(block: int) -> int:
     """Warps of a program that holds a row of `block` numbers."""
     return min(16, max(1, block // 512))
+
+
+def delta_step(
+    qkvz: Tensor, ba: Tensor, taps: Tensor, log_rate: Tensor, bias: Tensor, norm: Tensor,
+    eps: float, slots: Tensor, lengths: Tensor, windows: Tensor, states: Tensor,
+) -> Tensor:  # fmt: skip
+    """Let one token of each sequence through a gated delta net; states and windows are overwritten.
+
+    Args:
+        qkvz: [sequences, channels]: for each key head its q, its k, and v and z of its value heads.
+        ba: [sequences, 2 * value_heads]: for each key head b and a of its value heads.
+        taps: weight of the convolution, [channels, 1, taps].
+        log_rate: A_log, [value_heads]; `bias`, dt_bias, is shaped as it.
+        norm: weight of the norm of outputs, [value_dim].
+        eps: added to the mean square in it.
+        slots: where states and windows of each sequence lie, int64 [sequences].
+        lengths: tokens of each sequence, with this one; one that has no other begins with zeros.
+        windows: the rows that the convolution still sees, [slots, taps - 1, channels].
+        states: float32 [slots, value_heads, key_dim, value_dim].
+
+    Returns:
+        The gated outputs, [sequences, value_heads * value_dim].
+    """
+    _, value_heads, key_dim, value_dim = states.shape
+    key_heads = (qkvz.shape[1] - 2 * value_heads * value_dim) // (2 * key_dim)
+    out = qkvz.new_empty(len(qkvz), value_heads * value_dim)
+    keys, values = (triton.next_power_of_2(dim) for dim in (key_dim, value_dim))
+    delta_kernels.delta_step[(len(qkvz), key_heads)](
+        qkvz, ba, taps, log_rate, bias, norm, slots, lengths, windows, states, out,
+        eps, key_dim**-0.5, value_heads // key_heads, key_dim, value_dim,
+        TAPS=taps.shape[2], KEYS=keys, VALUES=values, num_warps=8 if keys * values > 4096 else 4,
+    )  # fmt: skip
+    return out

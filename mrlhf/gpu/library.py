@@ -68,7 +68,7 @@ def try_kernels(sizes: Sizes) -> None:
     """
     known = fallen_back()
     for name in _forms:
-        if not _faults.get(name) and (sizes.page or name not in OF_ENGINE):
+        if not _faults.get(name) and sizes.use(name):
             _faults[name] = _fault(name, sizes if name in OF_ENGINE else replace(sizes, page=0))
     text = fallen_back()
     if text != known and not (torch.cuda.is_available() and torch.cuda.current_device()):

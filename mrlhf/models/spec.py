@@ -318,7 +318,12 @@ class ModelSpec:
     def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> Sizes:
         """The sizes at which kernels are tried for this model; `page` is that of the KV cache."""
         group = self.num_heads // self.num_kv_heads
-        return Sizes(self.head_dim, group, self.hidden_size, page, dtype)
+        delta = None
+        if self.delta is not None:
+            net = self.delta
+            delta = (net.value_heads // net.key_heads, net.key_dim, net.value_dim, net.taps)
+        wide = self.norms_add_one
+        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, wide, delta)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding rows over all `tp` ranks, padding included."""

@@ -22,9 +22,10 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.lora import is_adapter
-from mrlhf.models.spec import Lora
+from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training import optimizer_states
 from mrlhf.weights.init import initialise
@@ -287,17 +288,22 @@ def overlap() -> dict[str, Any]:
         "stop strings": {"stop": ("7 ", "13")},
         "small cache": {"blocks": 10},
         "cancelled": {"cancel": 20},
+        "delta nets": {"spec": measures.delta_spec(2)},
     }
     return {name: _overlap(**options) for name, options in cases.items()}
 
 
-def _overlap(blocks: int = 90, cancel: int = -1, **options: Any) -> dict[str, Any]:
+def _overlap(
+    blocks: int = 90, cancel: int = -1, spec: ModelSpec | None = None, **options: Any
+) -> dict[str, Any]:
+    spec = spec or measures.model_spec(2)
+    states = 7 * CacheShape.on_rank(spec, 1, 4, 16).state_bytes  # one slot is for padding
     limits = EngineLimits(
         max_num_seqs=6,
         max_length=128,
         max_prefill_tokens=24,
         block_size=16,
-        cache_bytes=blocks * 16 * 512,
+        cache_bytes=blocks * 16 * 512 + states,
     )
     ahead: Counter[int] = Counter()
     begin = Fetch.__init__
@@ -316,8 +322,8 @@ def _overlap(blocks: int = 90, cancel: int = -1, **options: Any) -> dict[str, An
         mock.patch.object(Fetch, "__init__", counted_begin),
         mock.patch.object(Fetch, "wait", counted_wait),
     ):
-        ours, stats = _come_and_go(limits, cancel, options)
-    theirs, others = _come_and_go(replace(limits, enforce_eager=True), -1, options)
+        ours, stats = _come_and_go(spec, limits, cancel, options)
+    theirs, others = _come_and_go(spec, replace(limits, enforce_eager=True), -1, options)
     return {
         "ahead": dict(ahead),
         "samples": len(ours),
@@ -328,15 +334,14 @@ def _overlap(blocks: int = 90, cancel: int = -1, **options: Any) -> dict[str, An
 
 
 def _come_and_go(
-    limits: EngineLimits, cancel: int, options: dict[str, Any]
+    spec: ModelSpec, limits: EngineLimits, cancel: int, options: dict[str, Any]
 ) -> tuple[dict[tuple[int, int], list[int]], EngineStats]:
     """Tokens by request and sample, where requests come one by one, with one token and more."""
     text = "".join
     engine = NativeEngine(
-        measures.model_spec(2), None, DEVICE.device, torch.float32, limits,
+        spec, None, DEVICE.device, torch.float32, limits,
         decode=lambda tokens: text(f"{token} " for token in tokens),
     )  # fmt: skip
-    spec = measures.model_spec(2)
     family = FAMILIES[spec.family]
     initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.2, family.scalar_head)
     engine.commit(1)

@@ -18,8 +18,9 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
-from mrlhf.gpu import kernels, launch
+from mrlhf.gpu import delta_kernels, kernels, launch
 from mrlhf.inference.base import SamplingParams, requests_for
+from mrlhf.models.spec import ModelSpec
 from tests.device import measures
 from tests.simulated_device import tensors
 
@@ -54,11 +55,14 @@ class Kernel:
 def noted() -> Iterator[Forms]:
     """Gives the forms of all kernels that the body launches."""
     forms: Forms = set()
-    found = {
-        name: Kernel(value, forms)
-        for name, value in vars(kernels).items()
-        if isinstance(value, JITFunction | InterpretedFunction)
-    }
+    stands_for = [
+        {
+            name: Kernel(value, forms)
+            for name, value in vars(module).items()
+            if isinstance(value, JITFunction | InterpretedFunction)
+        }
+        for module in (kernels, delta_kernels)
+    ]
 
     def listener(func: Any, arguments: Any) -> None:
         name = func.name().removeprefix("mrlhf::").removesuffix(".default")
@@ -66,7 +70,8 @@ def noted() -> Iterator[Forms]:
 
     tensors.OURS.append(listener)
     with (
-        mock.patch.object(launch, "kernels", SimpleNamespace(**found)),
+        mock.patch.object(launch, "kernels", SimpleNamespace(**stands_for[0])),
+        mock.patch.object(launch, "delta_kernels", SimpleNamespace(**stands_for[1])),
         mock.patch.object(launch, "_multiprocessors", lambda device: PROCESSORS),
     ):
         yield forms
@@ -78,8 +83,13 @@ def rollout() -> dict[str, dict[str, list[str]]]:
     return {name: _rollout(eager) for name, eager in (("graphs", False), ("eager", True))}
 
 
-def _rollout(eager: bool) -> dict[str, list[str]]:
-    engine = measures.engine_of(2, eager=eager)
+def delta_nets() -> dict[str, dict[str, list[str]]]:
+    """The same of a model with delta nets."""
+    return {"delta nets": _rollout(eager=False, spec=measures.delta_spec(2))}
+
+
+def _rollout(eager: bool, spec: ModelSpec | None = None) -> dict[str, list[str]]:
+    engine = measures.engine_of(2, eager=eager, spec=spec)
     generator = torch.Generator().manual_seed(2)
     prompts = [
         torch.randint(0, measures.VOCABULARY, (length,), generator=generator).tolist()

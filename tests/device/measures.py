@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from mrlhf.batch import Experience, Prompts
 from mrlhf.config.sections import ActorOptimSection, ActorSection
@@ -154,12 +154,15 @@ def decoding() -> Figures:
     figures: Figures = {}
     in_graph: dict[str, list[int]] = {name: [] for name in SAMPLINGS}
     with_adapters = []
-    with_experts = []
+    apart: list[list[int]] = [[], []]  # of mixtures, of delta nets
     for layers in (1, 2):
         adapted = engine_of(layers, lora=Lora(rank=4, alpha=32.0))
         greedy = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS["greedy"])
         with_adapters.append(_decode_step(adapted, greedy).replayed)
-        with_experts.append(_decode_step(engine_of(layers, mixture=True), greedy).replayed)
+        for found, spec in zip(
+            apart, (model_spec(layers, mixture=True), delta_spec(layers)), strict=True
+        ):
+            found.append(_decode_step(engine_of(layers, spec=spec), greedy).replayed)
         engines = engine_of(layers), engine_of(layers, never=(3, 5))
         for name, sampling in SAMPLINGS.items():
             engine = engines[name == LEFT_OUT]
@@ -176,8 +179,8 @@ def decoding() -> Figures:
     figures["decode: kernels a layer in the graph"] = two - one
     adapted_layer = with_adapters[1] - with_adapters[0]
     figures["decode: kernels a layer in the graph, with adapters"] = adapted_layer
-    of_experts = with_experts[1] - with_experts[0]
-    figures["decode: kernels a layer of experts in the graph"] = of_experts
+    for name, (one, two) in zip(("experts", "delta nets"), apart, strict=True):
+        figures[f"decode: kernels a layer of {name} in the graph"] = two - one
     figures["decode: query heads of a group read its keys apart (1: yes)"] = float(
         DEVICE.decoded[UNPACKED] > 0
     )
@@ -190,6 +193,27 @@ def join() -> None:
     if not dist.is_initialized():
         store = dist.HashStore()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+
+
+def delta_spec(layers: int) -> ModelSpec:
+    """A Qwen3.5 with so many delta nets, and one layer with attention."""
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers + 1,
+        layer_types=["linear_attention"] * layers + ["full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
 def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
@@ -302,9 +326,9 @@ def engine_of(
     never: tuple[int, ...] = (),
     lora: Lora | None = None,
     eager: bool = False,
-    mixture: bool = False,
+    spec: ModelSpec | None = None,
 ) -> NativeEngine:
-    spec = replace(model_spec(layers, mixture), lora=lora)
+    spec = replace(spec or model_spec(layers), lora=lora)
     limits = EngineLimits(
         max_num_seqs=8,
         max_length=600,

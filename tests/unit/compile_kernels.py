@@ -11,13 +11,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mrlhf.gpu import kernels, launch
+from mrlhf.gpu import delta_kernels, kernels, launch
 
 L40S = 99 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB, an H100 227
 A100, H100 = 80, 90  # compute capability times 10
 SIZES = (
     "rows", "size", "group", "dim", "half", "heads", "kv_heads", "sequences", "columns", "blocks",
-    "window", "first", "valid", "splits", "per_token", "count", "entries",
+    "window", "first", "valid", "splits", "per_token", "count", "entries", "shared", "key_dim",
+    "value_dim",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
@@ -31,6 +32,8 @@ TYPES = {
     **dict.fromkeys(["shares"], "*fp32"),
     **dict.fromkeys(["ends"], "*i32"),
     **dict.fromkeys(["grad_logprobs", "grad_entropy", "grad_kl"], "*fp32"),
+    **dict.fromkeys(["states"], "*fp32"),
+    **dict.fromkeys(["slots"], "*i64"),
     "uniform": "*fp64",
     "logprobs": "*fp32",
 }
@@ -47,6 +50,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "join_splits": [{"DIM": 128}],
     "logit_blocks": [{"COLUMNS": 1024}],
     "draw": [{"COLUMNS": 1024, "BLOCKS": 256}],
+    "delta_step": [{"TAPS": 4, "KEYS": 128, "VALUES": 128}],
     "sort_by_expert": [{"BLOCK": 1024}],
     "join_experts": [{"BLOCK": 1024}],
     "vocab_sums": [{"COLUMNS": 1024, "FORWARD": forward} for forward in (True, False)],
@@ -56,11 +60,21 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def _functions() -> dict[str, Any]:
+    """The kernels by name."""
+    found = {**vars(kernels), **vars(delta_kernels)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, triton.JITFunction) and not name.startswith("_")
+    }
+
+
 def compile_kernel(
     name: str, constants: dict[str, Any], architecture: int, numbers: str = "bf16", stages: int = 3
 ) -> Any:
     """Compile one form of a kernel to the machine code of an architecture."""
-    function = getattr(kernels, name)
+    function = _functions()[name]
     signature = {}
     for argument in function.arg_names:
         kind = "constexpr" if argument in constants else TYPES.get(argument, f"*{numbers}")
@@ -96,11 +110,7 @@ def check_shared_memory() -> None:
 def main() -> None:
     """Compile all of them."""
     check_shared_memory()
-    public = {
-        name
-        for name, value in vars(kernels).items()
-        if isinstance(value, triton.JITFunction) and not name.startswith("_")
-    }
+    public = _functions().keys()
     assert public == set(FORMS), f"kernels without a form here: {public ^ set(FORMS)}"
     for name, forms in FORMS.items():
         for constants in forms:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrlhf.gpu import library
 from mrlhf.gpu.examples import EXAMPLES, Sizes, largest_gap
-from mrlhf.inference.native import experts, operators, sampler
+from mrlhf.inference.native import delta_net, experts, operators, sampler
 from mrlhf.inference.native.operators import Layer, StepInputs
 from mrlhf.models.attention import attend_gathered
 from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
@@ -50,10 +50,16 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize(
-    "sizes", [Sizes(), Sizes(128, 7, 200, 64), Sizes(256, 1, 3000, 32)], ids=str
+    "sizes",
+    [
+        Sizes(),
+        Sizes(128, 7, 200, 64, delta=(1, 24, 32, 2)),
+        Sizes(256, 1, 3000, 32, has_wide_norms=True),
+    ],
+    ids=str,
 )
 def test_the_examples_tell_a_kernel_that_works(launch: ModuleType, name: str, sizes: Sizes) -> None:
-    assert experts and sampler and vocab_sums  # have defined the last of the operators
+    assert delta_net and experts and sampler and vocab_sums  # have defined the last operators
     kernel = getattr(launch, name)
     assert largest_gap(kernel, getattr(torch.ops.mrlhf, name), name, torch.randn, sizes) < 1e-5
 
@@ -74,7 +80,7 @@ def test_a_gpu_without_triton_is_told_of(
     monkeypatch.setattr(library, "_has_triton", lambda: False)
     library.try_kernels(Sizes(hidden=97))
     (said,) = caplog.messages
-    assert said.startswith("13 of 13") and "(Triton is not installed)" in said
+    assert said.startswith("14 of 14") and "(Triton is not installed)" in said
 
 
 def test_kernels_that_fail_at_a_models_sizes_are_named_once(
@@ -98,8 +104,8 @@ def test_kernels_that_fail_at_a_models_sizes_are_named_once(
     library.try_kernels(large)
     library.try_kernels(large)
     training, engine = caplog.messages
-    assert training.startswith("1 of 13 kernels do not work here") and "rotate (Out" in training
-    assert "2 of 13" in engine and "paged_attention, rotate (Out" in engine
+    assert training.startswith("1 of 14 kernels do not work here") and "rotate (Out" in training
+    assert "2 of 14" in engine and "paged_attention, rotate (Out" in engine
     assert "\n" not in engine and engine == library.fallen_back() and "more slowly" in engine
 
     assert library._kernel_or_form("rotate") is library._forms["rotate"]
@@ -114,14 +120,16 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 @both_dtypes
-def test_the_norm_of_a_sum(launch: ModuleType, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_norm_of_a_sum(launch: ModuleType, dtype: torch.dtype, wide: bool) -> None:
     hidden, delta = torch.randn(2, 5, 96).to(dtype)
-    weight = torch.randn(96).to(dtype)
+    weight = torch.randn(96).to(torch.float32 if wide else dtype)
     total = hidden + delta
+    wanted = torch_rms_norm(total.to(weight.dtype), weight, EPS).to(dtype)
 
-    close(launch.add_rms_norm(hidden, delta, weight, EPS), torch_rms_norm(total, weight, EPS))
+    close(launch.add_rms_norm(hidden, delta, weight, EPS), wanted)
     assert torch.equal(hidden, total)
-    close(launch.add_rms_norm(hidden, None, weight, EPS), torch_rms_norm(total, weight, EPS))
+    close(launch.add_rms_norm(hidden, None, weight, EPS), wanted)
 
 
 @both_dtypes
@@ -249,14 +257,15 @@ def cache(case: Case, dtype: torch.dtype) -> Layer:
 
 
 @both_dtypes
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("norm", ["", "own dtype", "float32"])
 def test_rotated_keys_are_stored(
-    launch: ModuleType, dtype: torch.dtype, normed: bool, monkeypatch: pytest.MonkeyPatch
+    launch: ModuleType, dtype: torch.dtype, norm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES["decode"]
     inputs = step(case)
     qkv = torch.randn(3, case.kv_heads, case.group + 2, case.dim).to(dtype)
-    norms = (torch.randn(case.dim).to(dtype), torch.randn(case.dim).to(dtype)) if normed else None
+    weights = torch.randn(2, case.dim).to(torch.float32 if norm == "float32" else dtype)
+    norms = tuple(weights) if norm else None
     angles = torch.randn(max(case.lengths), case.dim // 2 - 1)
     tables = (angles.cos(), angles.sin())
 

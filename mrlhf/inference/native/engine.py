@@ -84,7 +84,7 @@ class NativeEngine:
         self._sampler = TokenSampler(self._parallel, never)
         if device.type == "cuda":
             try_kernels(spec.kernel_sizes(self._dtype, self._cache_shape.block_size))
-        captures = device.type == "cuda" and not limits.enforce_eager and spec.delta is None
+        captures = device.type == "cuda" and not limits.enforce_eager
         block_size = self._cache_shape.block_size
         self._graphs = DecodeGraphs(limits, block_size, device) if captures else None
         self._is_warm = device.type == "cpu"  # a GPU's kernels are compiled when they first run
@@ -258,7 +258,7 @@ class NativeEngine:
         shape = self._cache_shape
         sizes = (shape.block_size, shape.block_bytes)
         nbytes = self._parameters.nbytes
-        slots = self._limits.max_num_seqs
+        slots = self._limits.max_num_seqs + spare
         states = slots * shape.state_bytes
         blocks = blocks_for(self._limits, *sizes, self._device, spare, nbytes, states)
         if self._graphs is not None and self._blocks <= blocks < 1.1 * self._blocks:

@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps, one for each batch size: a step is one launch instead of hundreds.
 
-A smaller batch is padded with tokens that write to a spare block. A graph keeps what it draws, and
-the next one takes tokens from there before the host has seen them. This file knows inputs and a
-function of them, and no model.
+A smaller batch is padded with tokens that write to a spare block and slot. A graph keeps what it
+draws, and the next one takes tokens from there before the host has seen them. This file knows
+inputs and a function of them, and no model.
 """
 
 from __future__ import annotations
@@ -76,21 +76,26 @@ class DecodeGraphs:
         key = (size, sampling.temperature, sampling.top_k, sampling.top_p, sampling.record_masks)
         places = np.arange(self._most, self._most + size)  # of the arrays' tokens, which come first
         places[:batch][origins >= 0] = origins[origins >= 0]
-        whole = (*self._padded(arrays, size), places)
-        words = packed(whole)
-        self._words[self._most : self._most + len(words)].copy_(words, non_blocking=True)
+        padded = self._padded(arrays, size)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(whole, len(words), draw)
+            # Before a capture steps run, and states would go on more than once.
+            elsewhere = padded._replace(slots=np.full(size, self._most))
+            self._graphs[key] = self._capture((*elsewhere, places), draw)
+        self._put((*padded, places))
         graph, drawn = self._graphs[key]
 
         graph.replay()
         return tuple(numbers[:batch] for numbers in drawn)
 
+    def _put(self, arrays: Sequence[NDArray[Any]]) -> Tensor:
+        """Bring the inputs to where graphs read them; nothing waits."""
+        words = packed(arrays)
+        return self._words[self._most : self._most + len(words)].copy_(words, non_blocking=True)
+
     def _capture(
-        self, arrays: Sequence[NDArray[Any]], words: int, draw: Callable[[Pass], Drawn]
+        self, arrays: Sequence[NDArray[Any]], draw: Callable[[Pass], Drawn]
     ) -> tuple[torch.cuda.CUDAGraph, Drawn]:
-        inputs = self._words[self._most : self._most + words]
-        _, *parts, places = unpacked(inputs, arrays)
+        _, *parts, places = unpacked(self._put(arrays), arrays)
 
         def step() -> Drawn:
             tokens = self._words.index_select(0, places)
@@ -113,7 +118,7 @@ class DecodeGraphs:
         return graph, drawn
 
     def _padded(self, arrays: PassArrays, size: int) -> PassArrays:
-        """Add tokens that write to the spare block and see only themselves."""
+        """Add tokens that write to the spare block and slot, and see only themselves."""
 
         def longer(array: NDArray[Any], value: float, *width: int) -> NDArray[Any]:
             out = np.full((size, *width), value, dtype=array.dtype)
@@ -130,4 +135,5 @@ class DecodeGraphs:
             query_edges=np.arange(size + 1, dtype=np.int32),
             lengths=longer(arrays.lengths, 1),
             block_tables=longer(arrays.block_tables, self._spare, self._width),
+            slots=longer(arrays.slots, self._most),
         )

@@ -42,7 +42,8 @@ def on_device(arrays: PassArrays, device: torch.device) -> Pass:
         parts = [torch.from_numpy(array) for array in arrays]
     else:
         parts = unpacked(packed(arrays).to(device, non_blocking=True), arrays)
-    return as_pass(parts, int(np.diff(arrays.query_edges).max()), int(arrays.lengths.max()))
+    counts = np.diff(arrays.query_edges)
+    return as_pass(parts, int(counts.max()), int(arrays.lengths.max()), tuple(counts.tolist()))
 
 
 def packed(arrays: Sequence[NDArray[Any]]) -> Tensor:
@@ -67,8 +68,11 @@ def _words(array: NDArray[Any]) -> int:
     return -(-array.nbytes // 8)
 
 
-def as_pass(parts: Sequence[Tensor], most_queries: int, most_keys: int) -> Pass:
+def as_pass(
+    parts: Sequence[Tensor], most_queries: int, most_keys: int, counts: tuple[int, ...] = ()
+) -> Pass:
     """Return the inputs from tensors in the order of `PassArrays`, with the sizes of `Paged`."""
     tokens, positions, cache_places, last, sources, uniform, edges, lengths, tables, slots = parts
     mask = Paged(edges, lengths, tables, most_queries, most_keys)
-    return StepInputs(tokens, positions, cache_places, mask, last, slots), sources, uniform
+    inputs = StepInputs(tokens, positions, cache_places, mask, last, slots, counts)
+    return inputs, sources, uniform

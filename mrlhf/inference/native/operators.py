@@ -42,6 +42,7 @@ class StepInputs:
     last: Tensor  # places of the tokens after which logits are wanted, int64 [rows]
     # where the states of each sequence lie, int64 [sequences]; None or empty if there are none
     slots: Tensor | None = None
+    counts: tuple[int, ...] = ()  # tokens of each sequence; empty if each has one
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
@@ -57,7 +58,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: f
         host.rms_norm(hidden, delta, weight, out, None, *sizes)
         return out
 
-    if weight is not None and serves(hidden, weight):
+    if weight is not None and serves(hidden):
         return _add_rms_norm(hidden, delta, weight, eps)
     return _add_norm_by_torch(hidden, delta, weight, eps)
 
@@ -99,12 +100,12 @@ def rotate_store(
     tokens, kv_heads, rows, dim = qkv.shape
     cosines, sines = tables
     keys, values = layer
-    if norms is not None and norms[0].dtype != qkv.dtype:
-        qkv[:, :, :-2] = _norm(qkv[:, :, :-2], norms[0], eps)
-        qkv[:, :, -2] = _norm(qkv[:, :, -2], norms[1], eps)
-        norms = None
     host = kernels.find_for(qkv)
     if host is not None:
+        if norms is not None and norms[0].dtype != qkv.dtype:
+            qkv[:, :, :-2] = _norm(qkv[:, :, :-2], norms[0], eps)
+            qkv[:, :, -2] = _norm(qkv[:, :, -2], norms[1], eps)
+            norms = None
         q = qkv.new_empty((tokens, kv_heads, rows - 2, dim))
         host.rotate_store(
             qkv, *(norms or (None, None)), eps, cosines, sines,
@@ -129,8 +130,8 @@ def _rotate_store_by_torch(
     """`mrlhf.gpu.launch.rotate_store` on torch's operators."""
     q, k, v = qkv.split([qkv.shape[2] - 2, 1, 1], dim=2)
     if q_norm is not None and k_norm is not None:
-        q = torch_rms_norm(q, q_norm, eps)
-        k = torch_rms_norm(k, k_norm, eps)
+        q = _norm(q, q_norm, eps)
+        k = _norm(k, k_norm, eps)
     of_tokens = cosines[positions], sines[positions]
     keys.flatten(0, 1).index_copy_(0, places, torch_rotate(k, *of_tokens)[:, :, 0])
     values.flatten(0, 1).index_copy_(0, places, v[:, :, 0])
