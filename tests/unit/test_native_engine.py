@@ -247,6 +247,34 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
     assert stats.computed_prompt_tokens == 30
 
 
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3-5"]
+)
+def test_each_turn_of_a_conversation_is_that_of_transformers(name):
+    """Later turns begin with all that was said; what is kept of it makes no difference."""
+    model = hf_model(name)
+    engine = make_engine(model, block_size=4, max_num_seqs=3, max_length=96)
+    said = [list(PROMPTS[0]), list(PROMPTS[1]), list(PROMPTS[3])]
+    keeps = not hasattr(model.config, "linear_num_key_heads")  # states are not kept
+    for turn in range(3):
+        sampling = dataclasses.replace(SAMPLED, seed=turn)
+        requests = [
+            Request(id=n, prompt=prompt, uid=n, samples=range(1), sampling=sampling, goes_on=True)
+            for n, prompt in enumerate(said)
+        ]
+        finished = generate(engine, requests)
+        for sample in finished.samples:
+            prompt = said[sample.request_id]
+            response = list(sample.token_ids)
+            logprobs = hf_logprobs(model, prompt, response, sampling.temperature)
+            wanted = logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+            assert sample.logprobs == pytest.approx(wanted.tolist(), abs=5e-4)
+            prompt += [*response, 3, turn]
+        if turn:
+            stats = finished.stats
+            assert (stats.computed_prompt_tokens < stats.prompt_tokens) == keeps
+
+
 def test_a_thousand_requests_of_random_lengths_come_back_once_each():
     model = hf_model("llama-tied-llama3-rope")
     generator = torch.Generator().manual_seed(0)
