@@ -75,6 +75,33 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
+# Where it differs, as public repositories quote it.
+KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {
+    "bos_token_id": 163584,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+
 # As it stands in the repository of Qwen3-Next-80B-A3B-Instruct.
 QWEN3_NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -251,6 +278,7 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 # By the name of a repository: its `config.json`.
 FILES = {
     "DeepSeek-V3": DEEPSEEK_V3,
+    "Kimi-K2": KIMI_K2,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT,
     "Qwen3.5-27B": QWEN3_5,
     "Qwen3.5-35B-A3B": QWEN3_5_MOE,

@@ -19,7 +19,7 @@ from mrlhf.config import PPOConfig, load_config
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.attention_sizes import attention_of
-from mrlhf.models.families import Chunk, family_of, load_spec, spec_of
+from mrlhf.models.families import Chunk, family_of, load_spec, save_config, spec_of
 from mrlhf.models.families.values import check_values
 from mrlhf.models.rope import rope_of
 from mrlhf.models.weight_files import expected_tensors
@@ -52,6 +52,19 @@ def test_the_published_sizes(published: Path) -> None:
     for tp in (1, 64):  # every rank has the whole latent
         assert CacheShape.on_rank(spec, tp, 2, 64).token_bytes == 61 * (512 + 64) * 2 == 70_272
     assert family_of(spec).ignored_prefixes(spec) == ("model.layers.61.",)
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name(published: Path, tmp_path: Path) -> None:
+    spec = load_spec(published.parent / "Kimi-K2", "lm")
+    shapes = family_of(spec).tensor_shapes(spec)
+    plain = {key: value for key, value in spec.hf_config.items() if key != "quantization_config"}
+    with torch.device("meta"):
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**plain))
+    assert sum(map(math.prod, shapes.values())) == model.num_parameters() + 60 * 384 > 10**12
+    assert spec.experts is not None and spec.experts.mixtures == 60
+    save_config(spec, tmp_path, torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "deepseek_v3"
+    assert load_spec(tmp_path, "lm").attention_scale == spec.attention_scale
 
 
 def test_glm_4_7_flash_has_the_sizes_of_transformers(tmp_path: Path) -> None:

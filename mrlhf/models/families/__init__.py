@@ -66,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_RENAMED = {name: family for family in FAMILIES.values() for name in family.renamed}
 _WRAPPED = {family.wrapper: family for family in FAMILIES.values() if family.wrapper is not None}
 
 _MOST_PARAMETERS = 10**13
@@ -109,6 +110,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
     family = _stated_family(file, stated)
     if stated["model_type"] == family.wrapper:
         stated = _language_model(file, stated, family)
+    stated = {**stated, "model_type": family.model_type}
     for key in family.required_keys:
         if all(stated.get(name) is None for name in key.split(" or ")):
             raise ConfigError(f"{file}: no {key}; a {family.model_type} model must state it")
@@ -214,7 +216,7 @@ def _stated_dtype(spec: ModelSpec) -> torch.dtype | None:
 
 def _stated_family(file: Path, stated: dict[str, Any]) -> Family:
     model_type = stated.get("model_type")
-    families = FAMILIES | _WRAPPED
+    families = FAMILIES | _WRAPPED | _RENAMED
     supported = ", ".join(sorted(families))
     if model_type is None:
         raise ConfigError(f"{file}: no model_type; supported are {supported}")
@@ -232,4 +234,4 @@ def _language_model(file: Path, stated: dict[str, Any], family: Family) -> dict[
         raise ConfigError(f"{file}: no text_config; a {family.wrapper} model must state it")
     of_files = {key: stated[key] for key in _OF_ALL_PARTS if key in stated}
     ties = stated.get("tie_word_embeddings", own.get("tie_word_embeddings", False))
-    return {**of_files, **own, "tie_word_embeddings": ties, "model_type": family.model_type}
+    return {**of_files, **own, "tie_word_embeddings": ties}

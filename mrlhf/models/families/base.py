@@ -72,6 +72,8 @@ class Family:
         classifier_stem: `class_stem` of a sequence classifier, if that is another.
         wrapper: the `model_type` of models that also read images, and hold one of these as their
             `text_config`.
+        renamed: other `model_type`s of models that are computed alike and have the same tensors,
+            whose code transformers does not have. Exports have `model_type`.
         window_base_key: the key of transformers 4 for the rotary base of layers with a window.
     """
 
@@ -94,6 +96,7 @@ class Family:
     float32_endings: tuple[str, ...] = ()
     classifier_stem: str | None = None
     wrapper: str | None = None
+    renamed: tuple[str, ...] = ()
     window_base_key: str | None = None
 
     def tensor_shapes(self, spec: ModelSpec) -> dict[str, Shape]:

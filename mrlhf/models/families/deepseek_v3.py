@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight: latent attention, and experts as in GLM-4.5.
+"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as in GLM-4.5.
 
 This file knows only what their `config.json` may say, and how their checkpoints name tensors.
 """
@@ -93,4 +93,5 @@ DEEPSEEK_V3 = replace(
     ),
     ignored_prefixes=draft_layers,
     float32_endings=(ExpertNames().correction,),
+    renamed=("kimi_k2",),
 )
