@@ -138,7 +138,8 @@ def _of_delta_net(hidden: int, net: DeltaNet) -> AttentionSizes:
     projected = net.channels + net.value_size
     # Numbers of float32 that autograd saves in a value head, counted in bfloat16 training.
     states = net.key_dim * net.value_dim
-    of_head = 14 * net.key_dim + 4.5 * net.value_dim + 9 * DELTA_CHUNK + 3 * states / DELTA_CHUNK
+    of_keys = (10 + 4 * net.key_heads / net.value_heads) * net.key_dim
+    of_head = of_keys + 3.5 * net.value_dim + 9 * DELTA_CHUNK + 2 * states / DELTA_CHUNK
     return AttentionSizes(
         products=(
             Product(hidden, projected, dim=0),

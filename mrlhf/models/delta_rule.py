@@ -102,34 +102,37 @@ def one_token(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Sequences laid end to end, each cut into chunks of which the last one is filled up."""
+    """Sequences laid end to end, each cut into chunks of which the last one is filled up.
+
+    Turn by turn come the chunks of that number of all sequences that have one, which are the first
+    of `order`.
+    """
 
     size: int  # tokens of a chunk
-    count: int
+    order: Tensor  # the sequences, those with most chunks first, int64 [sequences]
+    turns: list[int]  # sequences that have a chunk of each number
     places: Tensor  # of each token among those of all chunks, int64 [tokens]
-    # for each turn the sequences that have a chunk of that number, and these chunks; int64
-    turns: list[tuple[Tensor, Tensor]]
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
         """Cut sequences of these lengths, 1 or more."""
         size = min(DELTA_CHUNK, max(lengths))
         counts = [-(-length // size) for length in lengths]
-        firsts = [0, *accumulate(counts)]
+        order = sorted(range(len(lengths)), key=lambda number: -counts[number])
+        turns = [sum(count > turn for count in counts) for turn in range(max(counts))]
+        firsts = torch.tensor([0, *accumulate(turns)])
+        ranks = torch.tensor(order).argsort().tolist()
         places = [
-            torch.arange(first * size, first * size + length)
-            for first, length in zip(firsts[:-1], lengths, strict=True)
+            (
+                (firsts[: counts[number], None] + ranks[number]) * size + torch.arange(size)
+            ).flatten()[:length]
+            for number, length in enumerate(lengths)
         ]
-        turns = []
-        for turn in range(max(counts)):
-            alive = [number for number, count in enumerate(counts) if count > turn]
-            chunks = [firsts[number] + turn for number in alive]
-            turns.append((torch.tensor(alive).to(device), torch.tensor(chunks).to(device)))
-        return cls(size, firsts[-1], torch.cat(places).to(device), turns)
+        return cls(size, torch.tensor(order).to(device), turns, torch.cat(places).to(device))
 
     def of(self, x: Tensor) -> Tensor:
         """Return x [tokens, heads, ...] as [chunks, heads, size, ...], filled up with zeros."""
-        padded = x.new_zeros((self.count * self.size, *x.shape[1:]))
+        padded = x.new_zeros((sum(self.turns) * self.size, *x.shape[1:]))
         return padded.index_copy(0, self.places, x).unflatten(0, (-1, self.size)).transpose(1, 2)
 
 
@@ -162,14 +165,19 @@ def chunked(
     q = q * decay.exp()[..., None]
     k = k * (decay[..., -1:] - decay).exp()[..., None]
     whole = decay[..., -1, None, None].exp()
+    # The gradient of a split is one tensor; those of parts taken one by one would be as many.
+    parts = (x.split(chunks.turns) for x in (q, k, seen, values, of_states, whole))
+    states = states[chunks.order]
     outputs = []
-    for alive, turn in chunks.turns:
-        before = states[alive]
-        added = values[turn] - of_states[turn] @ before
-        outputs.append(q[turn] @ before + seen[turn] @ added)
-        after = before * whole[turn] + k[turn].transpose(-1, -2) @ added
-        states = states.index_copy(0, alive, after)
+    ended = []
+    for q_now, k_now, seen_now, value, of_state, kept in zip(*parts, strict=True):
+        if len(q_now) < len(states):
+            states, others = states.split([len(q_now), len(states) - len(q_now)])
+            ended.append(others)
+        added = value - of_state @ states
+        outputs.append(q_now @ states + seen_now @ added)
+        states = states * kept + k_now.transpose(-1, -2) @ added
 
-    order = torch.cat([turn for _, turn in chunks.turns]).argsort()
-    tokens = torch.cat(outputs)[order].transpose(1, 2).flatten(0, 1)
+    tokens = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    states = torch.cat([states, *reversed(ended)])[chunks.order.argsort()]
     return tokens[chunks.places], states
