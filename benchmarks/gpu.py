@@ -34,11 +34,12 @@ from model_sizes import qwen3_config
 from torch import Tensor
 from transformers import Qwen3Config
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.batch import Experience, Prompts, Rollout
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device, Fetch, pick_device
 from mrlhf.gpu.library import fallen_back
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.runner import Runner
 from mrlhf.models.families import FAMILIES

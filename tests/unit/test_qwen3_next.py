@@ -18,10 +18,11 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.errors import CheckpointError, ConfigError
-from mrlhf.inference.base import SamplingParams, generate, requests_for
+from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.checks import missing_feature
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.attention_sizes import attention_layers
