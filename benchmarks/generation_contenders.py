@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from engine_loop import generate, requests_for
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_loop import generate, requests_for
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import load_spec

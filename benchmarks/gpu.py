@@ -28,13 +28,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from engine_loop import generate, requests_for
 from generation_limits import read_bandwidth, work
 from gpu_record import record
 from model_sizes import qwen3_config
 from torch import Tensor
 from transformers import Qwen3Config
 
-from benchmarks.engine_loop import generate, requests_for
 from mrlhf.batch import Experience, Prompts, Rollout
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device, Fetch, pick_device
