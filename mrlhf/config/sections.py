@@ -399,7 +399,7 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
         "actor.router_replay rollout needs the experts that the engine chose, which "
         "{rollout.engine} does not record; set rollout.engine to native, or "
         "actor.router_replay to old or none": lambda self, rollout: (
-            self.router_replay == "rollout" and not rollout.records_experts
+            self.router_replay == "rollout" and not rollout.records
         ),
         "actor.router_replay old needs the forward pass that "
         "algorithm.rollout_correction.bypass_mode saves; turn bypass_mode off or set "

@@ -7,7 +7,7 @@ this file knows no family, no optimizer and no data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mrlhf.config.sections import Recompute
 from mrlhf.device import Device
 from mrlhf.models.adapters import SplitRanks, make_adapters
 from mrlhf.models.families import Chunk, family_of
@@ -31,8 +32,6 @@ from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.parallel.stages import Stages
 from mrlhf.weights.shard import Slot, pieces_of
-
-Recompute = Literal["none", "full", "core_attn", "mlp"]
 
 
 class BuiltModel(NamedTuple):
