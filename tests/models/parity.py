@@ -1,4 +1,4 @@
-"""What transformers computes of tiny models, and how far a model of ours on several ranks is from it."""
+"""What transformers computes of tiny models, and how far from it ours is on several ranks."""
 
 from __future__ import annotations
 
