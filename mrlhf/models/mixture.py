@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from mrlhf.models.experts import RoutedExperts
+from mrlhf.models.linear import whole_parameter
 from mrlhf.models.router import Router, Routing
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.packed_sequences import PackedSequences
@@ -36,11 +37,7 @@ class SharedGate(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        )
-        # As in the router.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, 1, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to [..., 1]."""
