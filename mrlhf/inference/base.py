@@ -106,7 +106,7 @@ class Request:
         prompt: token ids, at least one.
         uid: the prompt's number, on which the random numbers depend: equal uids draw equal numbers.
         samples: the sample indices to draw.
-        sampling: how to draw them. Only `requests_for` reads its `n`; an engine draws `samples`.
+        sampling: how to draw them. Its `n` is for callers; an engine draws `samples`.
         goes_on: whether a later request begins with this prompt and a response to it, as in a
             conversation; an engine may keep what it has computed of both, while it has room.
         drawn: how many tokens at the end of the prompt belong to the response already, so that the

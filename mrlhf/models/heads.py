@@ -18,8 +18,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrlhf.models.linear import whole_parameter
-
 
 class HiddenHead(torch.nn.Module):
     """Holds the weight of the output layer, and gives the hidden states of all tokens.
@@ -75,7 +73,12 @@ class ScalarHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
-        self.weight = whole_parameter(config, 1, config.hidden_size)
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
+        # Under sequence parallelism each rank sees its own tokens, and megatron-core sums the
+        # gradients of parameters with this mark over the group.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._sequence_parallel = config.sequence_parallel
         self._tp_group = tp_group
 
