@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from engine_loop import generate, requests_for
 from transformers import AutoModelForCausalLM
 
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import load_spec
 from mrlhf.models.weight_files import read_model

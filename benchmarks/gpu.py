@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from engine_loop import generate, requests_for
 from generation_limits import read_bandwidth, work
 from gpu_record import record
 from model_sizes import qwen3_config
@@ -38,7 +39,7 @@ from mrlhf.batch import Experience, Prompts, Rollout
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device, Fetch, pick_device
 from mrlhf.gpu.library import fallen_back
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.runner import Runner
 from mrlhf.models.families import FAMILIES

@@ -27,7 +27,7 @@ from mrlhf.checkpoint.manifest import (
 from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.state_tree import read_state, restore_random_state
 from mrlhf.errors import CheckpointError
-from mrlhf.parallel.collectives import together
+from mrlhf.parallel.collectives import from_first, together
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,8 @@ def newest_checkpoint(
     directory: Path, world: dist.ProcessGroup, damaged: list[Path]
 ) -> Checkpoint | None:
     """The newest whole checkpoint, or None; adds those that are `damaged`. Every rank calls it."""
-    names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
-    dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
-    for name in names[0]:
+    # The ranks must look at the same ones.
+    for name in from_first([path.name for path in checkpoints_in(directory)], world):
         try:
             return open_checkpoint(directory / name, world)
         except CheckpointError as error:
@@ -82,14 +81,14 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     If it is not whole or damaged, every rank raises a CheckpointError that names the file.
     """
     rank = dist.get_rank(world)
-    content: list[bytes | None] = [None]
+    content = None
     if rank == 0:
         with contextlib.suppress(OSError):  # `read_manifest` says why, on every rank
-            content = [(path / MANIFEST).read_bytes()]
-    dist.broadcast_object_list(content, src=0, group=world)
+            content = (path / MANIFEST).read_bytes()
+    content = from_first(content, world)
 
     with together(CheckpointError, world):  # a file that is cut short is found at once
-        manifest = read_manifest(path, content[0])
+        manifest = read_manifest(path, content)
         share = manifest.files[rank :: dist.get_world_size(world)]
         check_sizes(path, share)
     with together(CheckpointError, world):

@@ -43,7 +43,7 @@ from mrlhf.checkpoint.tensor_file import (
     write_tensors,
 )
 from mrlhf.errors import CheckpointError
-from mrlhf.parallel.collectives import wait_for_all
+from mrlhf.parallel.collectives import from_first, wait_for_all
 from mrlhf.printable import size_text
 from mrlhf.training.engine import ModelEngine
 from mrlhf.version import __version__
@@ -189,9 +189,7 @@ class Saver:
             except OSError as failure:
                 error = f"cannot make {hidden}: {failure.strerror or failure}"
         wait_for_all(self._world)
-        verdict = [error]
-        dist.broadcast_object_list(verdict, src=0, group=self._world)
-        return verdict[0]
+        return from_first(error, self._world)
 
     def _publish(self, pending: _Pending, part: RankPart) -> Path:
         """Make the hidden directory a checkpoint, or delete it if a rank has failed."""
@@ -200,16 +198,16 @@ class Saver:
         parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(part, parts, dst=0, group=self._world)
 
-        verdict: list[str | None] = [None]
+        error = None
         contents = pending.contents
         path = self.directory / checkpoint_name(contents.step, contents.unfinished_step)
         if rank == 0:
             assert parts is not None
-            verdict[0] = self._publish_on_main_rank(pending, parts, path)
+            error = self._publish_on_main_rank(pending, parts, path)
         wait_for_all(self._world)
-        dist.broadcast_object_list(verdict, src=0, group=self._world)
-        if verdict[0] is not None:
-            raise CheckpointError(f"the checkpoint {path} was not saved: {verdict[0]}")
+        error = from_first(error, self._world)
+        if error is not None:
+            raise CheckpointError(f"the checkpoint {path} was not saved: {error}")
         return path
 
     def _publish_on_main_rank(

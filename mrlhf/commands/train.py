@@ -64,31 +64,6 @@ ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, CriticConf
 NOT_FOUND = 3
 
 
-def critic() -> int:
-    """Train a critic on stored rollouts."""
-    return _start(CriticConfig, "critic.train_critic")
-
-
-def dpo() -> int:
-    """Train a policy on preference pairs."""
-    return _start(DPOConfig, "dpo.train_dpo")
-
-
-def ppo() -> int:
-    """Train a policy with PPO."""
-    return _start(PPOConfig, "ppo.run.train_ppo")
-
-
-def reward_model() -> int:
-    """Train a reward model."""
-    return _start(RewardModelConfig, "reward_model.train_reward_model")
-
-
-def sft() -> int:
-    """Fine-tune a language model."""
-    return _start(SFTConfig, "sft.train_sft")
-
-
 def _start(root: type[ConfigT], trainer: str) -> int:
     """Run `module.function` of the trainers, which is imported when the configuration is read."""
 
@@ -97,6 +72,14 @@ def _start(root: type[ConfigT], trainer: str) -> int:
         getattr(import_module(f"mrlhf.trainers.{module}"), function)(config)
 
     return main(root, train, sys.argv[1:])
+
+
+# The programs, each a function without arguments.
+critic = partial(_start, CriticConfig, "critic.train_critic")
+dpo = partial(_start, DPOConfig, "dpo.train_dpo")
+ppo = partial(_start, PPOConfig, "ppo.run.train_ppo")
+reward_model = partial(_start, RewardModelConfig, "reward_model.train_reward_model")
+sft = partial(_start, SFTConfig, "sft.train_sft")
 
 
 def main(

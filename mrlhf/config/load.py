@@ -128,7 +128,8 @@ def _values(root_class: type[Root], raw: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(leaves(raw, is_section=lambda name: known[name].is_section))
     for name, value in list(values.items()):
         node = known[name]
-        if value in (None, {}) and node.is_section and not node.may_be_absent:
+        may_be_absent = node.field.annotation is not node.section
+        if value in (None, {}) and node.is_section and not may_be_absent:
             del values[name]
     return values
 

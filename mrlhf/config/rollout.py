@@ -266,13 +266,8 @@ class RolloutSection(Section):
         return bool(self.dump_freq and step % self.dump_freq == 0)
 
     @property
-    def records_experts(self) -> bool:
-        """Whether the engine records to which experts a mixture sends tokens."""
-        return self.engine == "native"
-
-    @property
-    def records_masks(self) -> bool:
-        """Whether the engine records which tokens could be drawn."""
+    def records(self) -> bool:
+        """Whether the engine records which tokens could be drawn, and the experts of a mixture."""
         return self.engine == "native"
 
     @property

@@ -19,7 +19,7 @@ from mrlhf.config.data import (
     SplitDataSection,
     SupervisedDataSection,
 )
-from mrlhf.config.fields import Rows, Section, Seed
+from mrlhf.config.fields import Section, Seed
 from mrlhf.config.frozen import JudgeModelSection, RewardModelSection
 from mrlhf.config.pair_losses import DPOSection, RewardLossSection
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf
@@ -27,12 +27,11 @@ from mrlhf.config.reward import AnyRewardSection, JudgeSection, RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
-    AdaptedSection,
     OptimSection,
     OwnPromptSection,
     ReferenceSection,
     RoleSection,
-    RouterSection,
+    TrainedModelSection,
 )
 from mrlhf.config.teacher import TeacherSection
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
@@ -367,28 +366,6 @@ class GenerationConfig(PPOConfig):
         if "judge" in self.reward.names and self.judge_model:
             roles["judge_model"] = self.judge_model
         return roles
-
-
-class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
-    """The model that is trained."""
-
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    """checkpoint: read the safetensors of path; random: draw new weights"""
-
-    refused: ClassVar[Rows] = {
-        "model.lora trains adapters of the model in model.path, and model.init is random; set "
-        "model.init to checkpoint, or model.lora.rank to 0": lambda self: (
-            self.lora.is_on and self.init == "random"
-        ),
-        "model.freeze keeps weights of model.path, and model.init is random; set model.init to "
-        "checkpoint, or leave out model.freeze": lambda self: (
-            bool(self.freeze) and self.init == "random"
-        ),
-        "optim.name muon is for whole matrices, and model.lora trains adapters; set optim.name to "
-        "adamw, or leave out model.lora": lambda self, optim: (
-            self.lora.is_on and optim.name == "muon"
-        ),
-    }
 
 
 class SupervisedConfig(Root):

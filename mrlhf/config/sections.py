@@ -399,7 +399,7 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
         "actor.router_replay rollout needs the experts that the engine chose, which "
         "{rollout.engine} does not record; set rollout.engine to native, or "
         "actor.router_replay to old or none": lambda self, rollout: (
-            self.router_replay == "rollout" and not rollout.records_experts
+            self.router_replay == "rollout" and not rollout.records
         ),
         "actor.router_replay old needs the forward pass that "
         "algorithm.rollout_correction.bypass_mode saves; turn bypass_mode off or set "
@@ -426,6 +426,28 @@ class ActorSection(AdaptedSection, RouterSection, RoleSection):
     def clip_high(self) -> float:
         """Distance of the upper clip bound from 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+class TrainedModelSection(AdaptedSection, RouterSection, RoleSection):
+    """The model that is trained."""
+
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    """checkpoint: read the safetensors of path; random: draw new weights"""
+
+    refused: ClassVar[Rows] = {
+        "model.lora trains adapters of the model in model.path, and model.init is random; set "
+        "model.init to checkpoint, or model.lora.rank to 0": lambda self: (
+            self.lora.is_on and self.init == "random"
+        ),
+        "model.freeze keeps weights of model.path, and model.init is random; set model.init to "
+        "checkpoint, or leave out model.freeze": lambda self: (
+            bool(self.freeze) and self.init == "random"
+        ),
+        "optim.name muon is for whole matrices, and model.lora trains adapters; set optim.name to "
+        "adamw, or leave out model.lora": lambda self, optim: (
+            self.lora.is_on and optim.name == "muon"
+        ),
+    }
 
 
 def _without_start(place: KeyPlace) -> NotRead | None:

@@ -34,11 +34,6 @@ class Node:
         return self.section is not None and not self.is_list
 
     @property
-    def may_be_absent(self) -> bool:
-        """Whether it is a section that a configuration may lack."""
-        return self.is_section and self.field.annotation is not self.section
-
-    @property
     def doc(self) -> str:
         """Its meaning, with the unit, on one line."""
         return " ".join((self.field.description or "").split())

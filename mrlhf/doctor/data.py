@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mrlhf.batch import Prompts
-from mrlhf.config.roots import AnyConfig, CriticConfig, PPOConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
 from mrlhf.doctor.findings import Finding, broken, judged, ok
-from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_row_inputs
+from mrlhf.inputs import read_ppo_inputs, read_row_inputs
 from mrlhf.inputs.read import PPOInputs
 from mrlhf.rewards.interface import RewardInput
 
@@ -33,14 +33,14 @@ def data(config: AnyConfig) -> Iterator[Finding]:
             inputs.reward.close()
         return
 
-    if isinstance(config, SFTConfig | CriticConfig):
-        lengths = [len(example.token_ids) for example in read_row_inputs(config).examples]
-        yield _lengths("rows", lengths, "data.max_length", config.data.max_length)
-        return
-
-    pairs = read_preference_inputs(config).pairs
-    longest = [max(map(len, responses)) for responses in pairs.responses]
-    yield _lengths(config.rows, longest, "data.max_length", config.data.max_length)
+    examples = read_row_inputs(config).examples
+    if isinstance(config, PreferenceConfig):
+        noun: str = config.rows
+        lengths = [max(map(len, responses)) for responses in examples.responses]
+    else:
+        noun = "rows"
+        lengths = [len(example.token_ids) for example in examples]
+    yield _lengths(noun, lengths, "data.max_length", config.data.max_length)
 
 
 def _prompts(config: PPOConfig, inputs: PPOInputs) -> Iterator[Finding]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
 
-import torch.distributed as dist
-
 from mrlhf.batch import Episode
 from mrlhf.data.tokenizer import Message, Tokenizer
 from mrlhf.episodes.environments.host import EnvironmentHost
@@ -21,6 +19,7 @@ from mrlhf.episodes.functions import FunctionTurns
 from mrlhf.episodes.limits import TurnLimits
 from mrlhf.episodes.read import EnvironmentInputs
 from mrlhf.episodes.template import Turn, TurnRenderer
+from mrlhf.parallel.collectives import from_first
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.rollout.drawing import OpenSample
 
@@ -63,10 +62,7 @@ class ReplicaEpisodes:
         """The outcomes that the first rank of the replica has, on all of its ranks."""
         if self.groups.tp.size() == 1:
             return outcomes
-        box = [outcomes]
-        first = dist.get_global_rank(self.groups.tp, 0)
-        dist.broadcast_object_list(box, src=first, group=self.groups.tp)
-        return box[0]
+        return from_first(outcomes, self.groups.tp)
 
     def end_waiting(self) -> None:
         """End the episodes that nobody goes on with."""

@@ -3,19 +3,15 @@
 from mrlhf.inputs.read import (
     EngineInputs,
     PPOInputs,
-    PreferenceInputs,
     RowInputs,
     read_ppo_inputs,
-    read_preference_inputs,
     read_row_inputs,
 )
 
 __all__ = [
     "EngineInputs",
     "PPOInputs",
-    "PreferenceInputs",
     "RowInputs",
     "read_ppo_inputs",
-    "read_preference_inputs",
     "read_row_inputs",
 ]

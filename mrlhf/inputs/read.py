@@ -16,16 +16,11 @@ from typing import Any
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import (
     AnyConfig,
-    CriticConfig,
+    AnySupervised,
     PPOConfig,
     PreferenceConfig,
-    SFTConfig,
-    SupervisedConfig,
     is_reward_model,
     section_of,
-)
-from mrlhf.data.preferences import (
-    PreferenceRows,
 )
 from mrlhf.data.prompts import OtherPrompts, PromptDataset
 from mrlhf.data.tokenizer import Tokenizer, holds_vocabulary, load_tokenizer, load_vocabulary
@@ -39,7 +34,7 @@ from mrlhf.episodes.read import (
 from mrlhf.errors import ConfigError, DataError, MrlhfError
 from mrlhf.inputs.paths import absent_paths, awaits_tokenizer, has_tokenizer, present
 from mrlhf.inputs.repeated import warn_of_files_named_twice, warn_of_shared_rows
-from mrlhf.inputs.supervised import examples_and_held_out, pairs_and_held_out
+from mrlhf.inputs.supervised import examples_and_held_out
 from mrlhf.inputs.vocabulary import (
     Endings,
     check_tokens,
@@ -85,24 +80,13 @@ class PPOInputs(EngineInputs):
 
 @dataclass(frozen=True)
 class RowInputs:
-    """The inputs of fine-tuning, or of a critic's training, on rows of a file."""
+    """The inputs of a training on rows of a file."""
 
     tokenizer: Tokenizer
     # the text of the model's file of that name, if it has one; None too if it generates nothing
     generation_config: str | None
-    examples: list[Any]  # each is an `SftExample`, or a `ScoredResponse`
-    held_out: list[Any]  # the validation rows
-    steps: int  # training steps of the run
-
-
-@dataclass(frozen=True)
-class PreferenceInputs:
-    """The inputs of a training on preference pairs."""
-
-    tokenizer: Tokenizer
-    generation_config: str | None  # as for fine-tuning; None too if the model generates nothing
-    pairs: PreferenceRows
-    held_out: PreferenceRows | None  # the validation pairs, if there are any
+    examples: Any  # a list of `SftExample` or of `ScoredResponse`, or `PreferenceRows`
+    held_out: Any  # the validation rows, of the same kind; an empty list without any
     steps: int  # training steps of the run
 
 
@@ -167,25 +151,14 @@ def _check_taught(config: PPOConfig, sources: set[str]) -> None:
         )
 
 
-def read_row_inputs(config: SFTConfig | CriticConfig) -> RowInputs:
+def read_row_inputs(config: AnySupervised) -> RowInputs:
     """Read the inputs of such a training, whose paths exist; raises as `check_inputs`."""
     tokenizer = _tokenizer(config)
     examples, held_out = examples_and_held_out(config, tokenizer, not config.data.val_files)
-    steps = _supervised_steps(config, len(examples), "rows")
-    is_policy = isinstance(config, SFTConfig)
-    generation_config = read_generation_config(config.model.path) if is_policy else None
-    return RowInputs(tokenizer, generation_config, examples, held_out, steps)
-
-
-def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
-    """Read the inputs of a training on pairs, whose paths exist; raises as `check_inputs`."""
-    tokenizer = _tokenizer(config)
-    pairs, held_out = pairs_and_held_out(config, tokenizer, split=not config.data.val_files)
-    assert pairs is not None, "train_files names a file, and each has rows"
-    steps = _supervised_steps(config, len(pairs), config.rows)
+    steps = _supervised_steps(config, len(examples))
     generates = config.head_of("model") == "lm"
     generation_config = read_generation_config(config.model.path) if generates else None
-    return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
+    return RowInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def check_inputs(config: AnyConfig) -> tuple[int | None, list[str]]:
@@ -208,9 +181,7 @@ def check_inputs(config: AnyConfig) -> tuple[int | None, list[str]]:
             every = inputs.prompts.batch(range(len(inputs.prompts)))
             shown = draw_episodes(inputs.environments, inputs.tokenizer, every)
         return inputs.steps, shown
-    if isinstance(config, SFTConfig | CriticConfig):
-        return read_row_inputs(config).steps, []
-    return read_preference_inputs(config).steps, []
+    return read_row_inputs(config).steps, []
 
 
 def _check_present_inputs(config: AnyConfig) -> None:
@@ -220,10 +191,8 @@ def _check_present_inputs(config: AnyConfig) -> None:
         if isinstance(here, PPOConfig):
             engine = read_engine_inputs(here)
             _prompts_by_split(here, engine.tokenizer, engine.environments)
-        elif isinstance(here, SFTConfig | CriticConfig):
-            examples_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
         else:
-            pairs_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
+            examples_and_held_out(here, _tokenizer(here), split=not config.data.val_files)
 
     if isinstance(here, PPOConfig):
         read_generation_config(here.actor.path)
@@ -398,8 +367,9 @@ def _ppo_steps(config: PPOConfig, rows: int) -> int:
     return steps
 
 
-def _supervised_steps(config: SupervisedConfig, rows: int, noun: str) -> int:
+def _supervised_steps(config: AnySupervised, rows: int) -> int:
     batch = config.data.batch_size
+    noun = config.rows if isinstance(config, PreferenceConfig) else "rows"
     if batch > rows:
         raise DataError(
             f"data.train_files hold {rows} {noun}, which is less than one batch of {batch}; give "

@@ -5,17 +5,11 @@ It knows the keys of the data. It does not know how a file is read, nor what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mrlhf.config.data import SplitDataSection
-from mrlhf.config.roots import (
-    CriticConfig,
-    PreferenceConfig,
-    RewardModelConfig,
-    SFTConfig,
-    SupervisedConfig,
-)
+from mrlhf.config.roots import AnySupervised, CriticConfig, PreferenceConfig, RewardModelConfig
 from mrlhf.data.conversations import prompt_of
 from mrlhf.data.preferences import (
     PreferenceColumns,
@@ -35,35 +29,22 @@ from mrlhf.parallel.segments import Segments
 
 
 def examples_and_held_out(
-    config: SFTConfig | CriticConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[list[Any], list[Any]]:
-    """The rows to train and to validate on; `split`: a critic's latter are of the former's rows."""
-    train_rows, held_out_rows = _split_rows(config, split, prompt_of)
+    config: AnySupervised, tokenizer: Tokenizer, split: bool
+) -> tuple[Any, Any]:
+    """The rows to train and to validate on, as of `RowInputs`; empty lists where none are named.
+
+    With `split`, those to validate on may be some of the others.
+    """
+    train_rows, held_out_rows = _split_rows(config, split)
     examples = _encoded(config, "data.train_files", train_rows, tokenizer)
     held_out = _encoded(config, "data.val_files", held_out_rows, tokenizer)
-    tokens = [tuple(example.token_ids) for example in held_out]
-    others = (tuple(example.token_ids) for example in examples)
-    warn_of_shared_rows("data.val_files", tokens, "data.train_files", others)
+    warn_of_shared_rows("data.val_files", _tokens(held_out), "data.train_files", _tokens(examples))
     return examples, held_out
 
 
-def pairs_and_held_out(
-    config: PreferenceConfig, tokenizer: Tokenizer, split: bool
-) -> tuple[PreferenceRows | None, PreferenceRows | None]:
-    """The pairs to train and to validate on; `split`: the latter are some of the former's rows."""
-    train_rows, held_out_rows = _split_rows(config, split, prompt_reader(config.rows))
-    pairs = _pairs(config, train_rows, tokenizer)
-    held_out = _pairs(config, held_out_rows, tokenizer)
-    if pairs is not None and held_out is not None:
-        warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
-    return pairs, held_out
-
-
-def _split_rows(
-    config: SupervisedConfig, split: bool, prompt: Callable[[Row], object]
-) -> tuple[list[Row], list[Row]]:
-    """The rows to train and to validate on; `split`: the latter may be some of the former."""
+def _split_rows(config: AnySupervised, split: bool) -> tuple[list[Row], list[Row]]:
     data = config.data
+    prompt = prompt_reader(config.rows) if isinstance(config, PreferenceConfig) else prompt_of
     train_rows = _rows("data.train_files", data.train_files)
     held_out_rows = _rows("data.val_files", data.val_files)
     if train_rows and split and isinstance(data, SplitDataSection):
@@ -83,12 +64,12 @@ def _rows(key: str, files: Sequence[str]) -> list[Row]:
     return read_rows(files) if files else []
 
 
-def _encoded(
-    config: SFTConfig | CriticConfig, key: str, rows: Sequence[Row], tokenizer: Tokenizer
-) -> list[Any]:
+def _encoded(config: AnySupervised, key: str, rows: Sequence[Row], tokenizer: Tokenizer) -> Any:
     """The rows of `key` as tokens."""
     if not rows:
         return []
+    if isinstance(config, PreferenceConfig):
+        return _pairs(config, rows, tokenizer)
     encode: Any = encode_rollouts if isinstance(config, CriticConfig) else encode_sft
     data = config.data
     examples = encode(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
@@ -96,16 +77,14 @@ def _encoded(
     return list(examples)
 
 
-def _sides(pairs: PreferenceRows) -> list[tuple[tuple[int, ...], ...]]:
-    """The responses of each row."""
-    return [tuple(map(tuple, responses)) for responses in pairs.responses]
+def _tokens(examples: Any) -> list[tuple[Any, ...]]:
+    """The tokens of each row, or those of each of its responses."""
+    if isinstance(examples, PreferenceRows):
+        return [tuple(map(tuple, responses)) for responses in examples.responses]
+    return [tuple(example.token_ids) for example in examples]
 
 
-def _pairs(
-    config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer
-) -> PreferenceRows | None:
-    if not rows:
-        return None
+def _pairs(config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer) -> PreferenceRows:
     columns = PreferenceColumns()
     if isinstance(config, RewardModelConfig):
         rm = config.rm

@@ -7,30 +7,31 @@ this file knows no family, no optimizer and no data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mrlhf.config.sections import Recompute
 from mrlhf.device import Device
 from mrlhf.models.adapters import SplitRanks, make_adapters
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
-from mrlhf.models.layer_numbers import LayerNumbers
 from mrlhf.models.lora import trained_shapes
 from mrlhf.models.parameters import chunk_prefix, chunks_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.transformer_engine import check_layer
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
+from mrlhf.parallel.stages import Stages
 from mrlhf.weights.shard import Slot, pieces_of
-
-Recompute = Literal["none", "full", "core_attn", "mlp"]
 
 
 class BuiltModel(NamedTuple):
@@ -53,6 +54,36 @@ class HalfPrecision(Float16Module):
     def forward(self, *inputs: Any, **arguments: Any) -> Any:
         """Return the output of the model."""
         return super().forward(*inputs, fp32_output=False, **arguments)
+
+
+class LayerNumbers(PipelineParallelLayerLayout):
+    """megatron-core's list of the layers of each stage, for one pipeline rank.
+
+    megatron-core takes the rank's place from the one set of process groups that a process has
+    there; our roles have different layouts.
+    """
+
+    def __init__(self, stages: Stages, rank: int, num_layers: int) -> None:
+        counts = stages.split(num_layers)
+        assert counts is not None, f"{num_layers} layers do not fit {stages}"
+        listed = [["decoder"] * count for count in counts]
+        listed[0].insert(0, "embedding")
+        listed[-1].append("loss")
+        super().__init__(listed, stages.pp)
+
+        self._stages = stages
+        self._numbers = stages.numbers_on(rank)
+        self._num_layers = num_layers
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return the number of layers before the first layer of virtual stage `vp_stage`."""
+        assert layer_type is LayerType.decoder and pp_rank is None
+        return self._stages.layers(self._numbers[vp_stage or 0], self._num_layers).start
 
 
 def build_model(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +24,7 @@ from mrlhf.models.delta_rule import (
     heads_of,
     split_projections,
 )
-from mrlhf.models.linear import ColumnLinear, RowLinear
+from mrlhf.models.linear import ColumnLinear, RowLinear, split_parameter
 from mrlhf.models.spec import DeltaNet
 from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences
@@ -57,20 +56,15 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
         }
 
         heads = net.value_heads // self._tp_group.size()
-        self.A_log = self._parameter(heads)
-        self.dt_bias = self._parameter(heads)
-        self.conv1d = self._parameter(net.channels // self._tp_group.size(), 1, net.taps)
+        self.A_log = split_parameter(config, heads)
+        self.dt_bias = split_parameter(config, heads)
+        channels = net.channels // self._tp_group.size()
+        self.conv1d = split_parameter(config, channels, 1, net.taps)
         self.norm = torch.nn.Parameter(torch.ones(net.value_dim, dtype=config.params_dtype))
         rows = 2 * (net.key_size + net.value_size)
         self.linear_qkvz = ColumnLinear(hidden, rows, gather_output=False, **options)
         self.linear_ba = ColumnLinear(hidden, 2 * net.value_heads, gather_output=False, **options)
         self.linear_proj = RowLinear(net.value_size, hidden, input_is_parallel=True, **options)
-
-    def _parameter(self, *shape: int) -> torch.nn.Parameter:
-        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=self.config.params_dtype))
-        # The ranks' weights are different numbers, and all of them count in the gradient's norm.
-        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-        return parameter
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of q, k, v and z, and those of the gates."""

@@ -28,7 +28,7 @@ from mrlhf.models.delta_net import GatedDeltaNet
 from mrlhf.models.latent_attention import LatentSelfAttention
 from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
-from mrlhf.models.mixture_layer import MixtureLayer
+from mrlhf.models.mixture import MixtureLayer
 from mrlhf.models.norms import (
     NormedPlusOneRowLinear,
     NormedRowLinear,

@@ -8,12 +8,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Parameter
 
 from mrlhf.host.products import linear
 from mrlhf.models.adapters import Adapters
+
+
+def whole_parameter(config: TransformerConfig, *shape: int, value: float = 0.0) -> Parameter:
+    """Return a parameter that every tensor-parallel rank has whole, full of one number.
+
+    Under sequence parallelism each rank sees its own tokens, and megatron-core sums the gradients
+    of parameters with this mark over the tensor-parallel group.
+    """
+    parameter = Parameter(torch.full(shape, value, dtype=config.params_dtype))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+def split_parameter(config: TransformerConfig, *shape: int, value: float = 0.0) -> Parameter:
+    """Return this rank's part of a parameter that ranks split along its first dimension.
+
+    The ranks' parts are different numbers, and all of them count in the gradient's norm.
+    """
+    parameter = Parameter(torch.full(shape, value, dtype=config.params_dtype))
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
 
 
 def adapted(output: Tensor, adapters: Adapters | None, x: Tensor) -> Tensor:
@@ -55,11 +81,7 @@ class WholeLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__()
-        matrix = torch.zeros(output_size, input_size, dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(matrix)
-        # Under sequence parallelism each rank multiplies its own tokens, so megatron-core must sum
-        # this gradient over the tensor-parallel group.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, output_size, input_size)
         self.adapters: Adapters | None = None
 
     def forward(self, x: Tensor) -> Tensor:

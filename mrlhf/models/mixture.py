@@ -1,4 +1,4 @@
-"""The MLP of a layer with experts: a router, experts, and an expert that all tokens go to.
+"""A layer with experts: its MLP is a router, experts, and an expert that all tokens go to.
 
 It shares tokens out over the tensor-parallel ranks. Ranks that split an expert are neighbours among
 these, and work on the same tokens. This file does not know how experts are chosen, or how tokens
@@ -8,10 +8,12 @@ get to experts on other ranks.
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -20,9 +22,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from mrlhf.models.experts import RoutedExperts
+from mrlhf.models.linear import whole_parameter
 from mrlhf.models.router import Router, Routing
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.packed_sequences import PackedSequences
@@ -33,11 +37,7 @@ class SharedGate(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        )
-        # As in the router.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, 1, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to [..., 1]."""
@@ -130,3 +130,49 @@ class Mixture(torch.nn.Module):
         output = self.experts(copied[begin:end], own)
         output = F.pad(output, (0, 0, begin, len(tokens) - end))
         return reduce_from_tensor_model_parallel_region(output, group=group)
+
+
+class MixtureLayer(TransformerLayer):
+    """megatron-core's layer with our mixture, for packed sequences alone.
+
+    megatron-core's own mixture routes by other rules than some families, adds the losses of a
+    micro-batch, which depend on the packing, and needs TransformerEngine for some layouts.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *,
+        experts: Experts,
+        shared: MLPSubmodules,
+        pg_collection: ProcessGroupCollection,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, submodules, pg_collection=pg_collection, **options)
+        number = experts.number_of(self.layer_number - 1)  # megatron-core counts from 1
+        self.mlp = Mixture(config, experts, number, shared, pg_collection)
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the layer, as TransformerLayer does.
+
+        `hidden_states` is [tokens, 1, hidden], or this rank's part of them under sequence
+        parallelism.
+        """
+        options.pop("dynamic_inference_decode_only", None)
+        hidden_states, context = self._forward_attention(
+            hidden_states, packed_seq_params=packed_seq_params, **options
+        )
+
+        def mixture(normed: Tensor) -> Tensor:
+            output: Tensor = self.mlp(normed, packed_seq_params)
+            return output
+
+        normed = self.pre_mlp_layernorm(hidden_states)
+        if self.recompute_mlp and self.training:
+            output = checkpoint(mixture, False, normed)
+        else:
+            output = mixture(normed)
+        return hidden_states + output, context

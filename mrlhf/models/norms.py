@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -16,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrlhf.models.linear import RowLinear
+from mrlhf.models.linear import RowLinear, split_parameter, whole_parameter
 from mrlhf.models.ops import rms_norm, rms_norm_plus_one
 from mrlhf.models.self_attention import TensorParallelSelfAttention
 
@@ -27,10 +26,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank normalises its own tokens, so megatron-core must sum
-        # this gradient over the tensor-parallel group.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, hidden_size, value=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., hidden] normalised, in its dtype."""
@@ -82,9 +78,7 @@ class ProjectionNorm(torch.nn.Module):
         """Make the weights of `heads` of the model's `all_heads` heads."""
         super().__init__()
         size = config.kv_channels
-        self.weight = torch.nn.Parameter(torch.ones(heads * size, dtype=config.params_dtype))
-        # The ranks' weights are different numbers, and all of them count in the gradient's norm.
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self.weight = split_parameter(config, heads * size, value=1.0)
         self._numbers = all_heads * size
         self._eps = config.layernorm_epsilon
         self._tp_group = tp_group

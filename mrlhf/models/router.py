@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrlhf.models.adapters import Adapters
 from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts, occurrences
-from mrlhf.models.linear import adapted
+from mrlhf.models.linear import adapted, whole_parameter
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.pack_routing import PackRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
@@ -78,16 +78,10 @@ class Router(torch.nn.Module):
         # The ranks that hold parts of each sequence.
         self._sequence_group = groups.tp_cp if config.sequence_parallel else groups.cp
 
-        self.weight = torch.nn.Parameter(
-            torch.zeros(experts.count, config.hidden_size, dtype=config.params_dtype)
-        )
-        # Under sequence parallelism each rank sees its own tokens, and megatron-core sums the
-        # gradients of parameters with this mark over the tensor-parallel group.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, experts.count, config.hidden_size)
         self.bias: torch.nn.Parameter | None = None
         if experts.has_biases:
-            self.bias = torch.nn.Parameter(torch.zeros(experts.count, dtype=config.params_dtype))
-            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self.bias = whole_parameter(config, experts.count)
         self.adapters: Adapters | None = None
         if experts.has_correction:
             correction = torch.zeros(experts.count, dtype=torch.float32)

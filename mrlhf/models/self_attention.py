@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from mrlhf.models.attention import attend, rotated
+from mrlhf.models.linear import split_parameter
 from mrlhf.models.rope import Rope
 from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
@@ -104,9 +104,7 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         self.sinks: torch.nn.Parameter | None = None
         if has_sinks:
             heads = config.num_attention_heads // self.world_size
-            self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
-            # The ranks' sinks are different numbers, and all count in the gradient's norm.
-            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
+            self.sinks = split_parameter(config, heads)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v of this rank's heads before rotation, shaped as for `attend`.

@@ -65,6 +65,13 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return gathered  # type: ignore[return-value]
 
 
+def from_first(value: T, group: dist.ProcessGroup | None) -> T:
+    """The picklable `value` of the first rank of the group, on all of its ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
 def raise_together(
     error: str | None, kind: type[Exception], group: dist.ProcessGroup | None
 ) -> None:

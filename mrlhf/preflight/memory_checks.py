@@ -117,12 +117,8 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
     return [*choices, choices[-1] | without_states | streams]
 
 
-def with_keys(config: AnyConfig, keys: Mapping[str, Any]) -> AnyConfig:
-    """The configuration with other values of some keys; nothing is checked."""
-    return _with(config, keys)
-
-
-def _with(section: SectionT, keys: Mapping[str, Any]) -> SectionT:
+def with_keys(section: SectionT, keys: Mapping[str, Any]) -> SectionT:
+    """A section, or a whole configuration, with other values of some keys; nothing is checked."""
     update: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():
@@ -132,5 +128,5 @@ def _with(section: SectionT, keys: Mapping[str, Any]) -> SectionT:
         else:
             update[name] = value
     for name, own in inner.items():
-        update[name] = _with(getattr(section, name), own)
+        update[name] = with_keys(getattr(section, name), own)
     return section.model_copy(update=update)

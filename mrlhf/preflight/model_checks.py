@@ -196,7 +196,7 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     if rollout.engine == "vllm" and device.type == "cpu":
         blocks += 1  # vLLM leaves one unused
 
-    experts = spec.experts if rollout.records_experts else None
+    experts = spec.experts if rollout.records else None
     shape = CacheShape.on_rank(spec, rollout.tp, dtype.itemsize, block, experts)
     return CacheNeeds(shape, tokens=blocks * block, sequences=rollout.max_num_seqs)
 

@@ -79,7 +79,9 @@ class LinkBuckets:
 
             finish_exchange(under_way)
             for peer, flat in incoming:
-                _unpack(receives[peer], flat, target)
+                for move, packed in _parts(flat, receives[peer]):
+                    view = target(move.target, move.start, move.stop)
+                    view.copy_(packed.view(view.shape))
                 received_bytes += flat.nbytes
 
         if not self._rounds:  # other ranks of the group have links
@@ -121,13 +123,6 @@ def _pack(bucket: Bucket, flat: Tensor, source: Views) -> None:
     for move, packed in _parts(flat, bucket):
         view = source(move.source, move.start, move.stop)
         packed.view(view.shape).copy_(view)
-
-
-def _unpack(bucket: Bucket, flat: Tensor, target: Views) -> None:
-    """Copy the numbers of the flat buffer into the slices of the bucket."""
-    for move, packed in _parts(flat, bucket):
-        view = target(move.target, move.start, move.stop)
-        view.copy_(packed.view(view.shape))
 
 
 def _parts(flat: Tensor, bucket: Bucket) -> Iterator[tuple[Move, Tensor]]:

@@ -214,7 +214,8 @@ def _plan(directory: Path, contents: DirectoryContents, options: OpeningOptions)
     if contents.is_run and is_again:
         return Opening(named, begun_from, partial(_set_aside_rows, directory))
 
-    if named is not None and _is_in(named, directory):
+    places = [directory.resolve(), (directory / CHECKPOINTS).resolve()]  # which may be a link
+    if named is not None and any(map(named.is_relative_to, places)):
         if options.overwrite:
             raise ConfigError(
                 f"trainer.overwrite would delete {named}, which trainer.resume names; leave one of "
@@ -274,13 +275,6 @@ def _named_checkpoint(resume: str) -> Path | None:
     raise ConfigError(
         f"trainer.resume names {path}, which {what}; give a checkpoint, the output directory of a "
         "run that has one, auto or never"
-    )
-
-
-def _is_in(named: Path, directory: Path) -> bool:
-    """Whether a checkpoint is one of the output directory's own; its folder may be a link."""
-    return any(
-        named.is_relative_to(place.resolve()) for place in (directory, directory / CHECKPOINTS)
     )
 
 

@@ -26,7 +26,7 @@ from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.nvidia import fault_of_compiler
 from mrlhf.parallel.agreed_stop import AgreedStop
-from mrlhf.parallel.collectives import wait_for_all
+from mrlhf.parallel.collectives import from_first, wait_for_all
 from mrlhf.parallel.device_memory import DeviceMemory
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.job import (
@@ -366,25 +366,24 @@ def _take(
     """
     directory = Path(config.trainer.output_dir)
     lock = None
-    outcome: list[Path | Exception | None] = [None]
+    outcome: Path | Exception | None = None
     if rank == 0:
         lock = DirectoryLock(directory, read_launch_history().job, partial(leave, FAILED))
         options = _opening_options(config)
         try:
             lock.acquire()
             opening = plan_opening(directory, options)
-            outcome = [opening.resume_from]
+            outcome = opening.resume_from
             changes.append(partial(open_directory, directory, config, options, opening))
             changes.append(lock.remove_earlier)
         except (MrlhfError, OSError) as error:
             lock.withdraw()
-            outcome = [error if isinstance(error, MrlhfError) else _unusable(directory, error)]
+            outcome = error if isinstance(error, MrlhfError) else _unusable(directory, error)
 
-    dist.broadcast_object_list(outcome, src=0)
-    resume_from = outcome[0]
-    if isinstance(resume_from, Exception):
-        raise resume_from
-    return lock, resume_from
+    outcome = from_first(outcome, None)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return lock, outcome
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.checkpoint.retention import Best
 from mrlhf.errors import CheckpointError
+from mrlhf.parallel.collectives import from_first
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class BestExport:
         if self.best.metric is None:
             return
         best = copy.copy(self.best)
-        if not of_rank_0(best.is_improved_by(step, metrics), self._world):
+        if not from_first(best.is_improved_by(step, metrics), self._world):
             return
 
         try:
@@ -81,15 +81,8 @@ class BestExport:
         """
         found = fingerprint(self.directory)["files"]
         is_its_model = self.directory.is_dir() and state.get("files", found) == found
-        if not of_rank_0(is_its_model, self._world):
+        if not from_first(is_its_model, self._world):
             return False
         self.best.load_state_dict(state)
         self._files = found
         return True
-
-
-def of_rank_0(verdict: bool, world: dist.ProcessGroup) -> bool:
-    """The verdict of rank 0 on every rank."""
-    said = torch.tensor(float(verdict), dtype=torch.float32)
-    dist.broadcast(said, src=0, group=world)
-    return bool(said)

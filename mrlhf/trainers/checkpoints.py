@@ -32,11 +32,12 @@ from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.config.sections import AdaptedSection
 from mrlhf.errors import CheckpointError
+from mrlhf.parallel.collectives import from_first
 from mrlhf.run.directory import keep_aside
 from mrlhf.run.export import ExportedModel, export_result
 from mrlhf.run.reporter import closing_report
 from mrlhf.run.startup import Run
-from mrlhf.trainers.best_export import BestExport, of_rank_0
+from mrlhf.trainers.best_export import BestExport
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ class Checkpoints:
         due = is_due(self._section, step, self._last_step, elapsed, improved)
         if self._section.save_every_minutes is None and self._section.keep_best is None:
             return due
-        return of_rank_0(due, _world())
+        return from_first(due, _world())
 
     def _attempt(self, save: Callable[[], Path | None]) -> bool:
         """Save or go on saving; returns whether there was anything to do."""

@@ -17,7 +17,7 @@ from mrlhf.batch import Sequences
 from mrlhf.config.pair_losses import DPOSection
 from mrlhf.config.roots import DPOConfig
 from mrlhf.data.preferences import PreferenceRows
-from mrlhf.inputs import read_preference_inputs
+from mrlhf.inputs import read_row_inputs
 from mrlhf.metrics.tally import Tally, standard_errors
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
@@ -34,15 +34,15 @@ from mrlhf.training.results import Loss, PackResult
 def train_dpo(config: DPOConfig) -> None:
     """Train a policy on preference pairs as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
-    inputs = read_preference_inputs(config)
+    inputs = read_row_inputs(config)
     with start(config) as run:
-        data = [inputs.pairs] if inputs.held_out is None else [inputs.pairs, inputs.held_out]
+        data = [inputs.examples, inputs.held_out] if inputs.held_out else [inputs.examples]
         starts_adapted = config.reference.adapter == "start"
         reference = config.model if starts_adapted else config.reference
         tables = reference_logprobs(reference, run, data, config.seed)
         scored = [ScoredPairs(*both) for both in zip(data, tables, strict=True)]
 
-        held_out = None if inputs.held_out is None else scored[1]
+        held_out = scored[1] if inputs.held_out else None
         task = PreferenceOptimization(config.dpo, scored[0], held_out)
         spec = spec_of_role(config.model, "lm")
         trainer = SupervisedTrainer(config, inputs, run, spec, task)

@@ -27,6 +27,7 @@ from mrlhf.data.preferences import PreferenceRows
 from mrlhf.data.sample_table import written_whole
 from mrlhf.device import resolve_dtype
 from mrlhf.models.adapter_choice import spec_of_role
+from mrlhf.parallel.collectives import from_first
 from mrlhf.roles.response_logprobs import ResponseLogprobs
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
@@ -120,9 +121,7 @@ def _write(file: Path, key: str, table: Tensor) -> None:
 
 def _on_every_rank(stored: Tensor | None, pairs: int) -> Tensor | None:
     """The table that rank 0 has read."""
-    is_there = torch.tensor(stored is not None, dtype=torch.int32, device="cpu")
-    dist.broadcast(is_there, src=0)
-    if not is_there:
+    if not from_first(stored is not None, None):
         return None
 
     table = torch.zeros((pairs, 2), dtype=torch.float64, device="cpu") if stored is None else stored

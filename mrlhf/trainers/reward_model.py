@@ -19,7 +19,7 @@ from mrlhf.config.pair_losses import RewardLossSection
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferenceRows
 from mrlhf.device import send
-from mrlhf.inputs import read_preference_inputs
+from mrlhf.inputs import read_row_inputs
 from mrlhf.metrics.tally import Tally
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.microbatch import BatchCut
@@ -39,9 +39,9 @@ Measured = dict[str, tuple[Tensor, Tensor | float]]
 def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
-    inputs = read_preference_inputs(config)
+    inputs = read_row_inputs(config)
     with start(config) as run:
-        task = PreferenceLearning(config.rm, inputs.pairs, inputs.held_out)
+        task = PreferenceLearning(config.rm, inputs.examples, inputs.held_out)
         tokenizer = inputs.tokenizer
         stored = spec_of_role(config.model, "scalar")
         spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.ids)

@@ -18,7 +18,7 @@ from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import AnySupervised
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
-from mrlhf.inputs import PreferenceInputs, RowInputs
+from mrlhf.inputs import RowInputs
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import wait_for_all
@@ -91,7 +91,7 @@ class SupervisedTrainer:
     def __init__(
         self,
         config: AnySupervised,
-        inputs: RowInputs | PreferenceInputs,
+        inputs: RowInputs,
         run: Run,
         spec: ModelSpec,
         task: SupervisedTask[Any],

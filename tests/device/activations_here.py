@@ -31,8 +31,8 @@ def compare() -> dict[str, tuple[float, int]]:
     """The bytes that a layer keeps for a token, as counted and by the rule."""
     join()
     models = {
-        **{f"dense {sizes}": partial(_spec, *sizes) for sizes in SIZES},
-        "with norms of queries and keys": partial(_spec, *SIZES[2], kind=Qwen3Config),
+        **{f"dense {sizes}": partial(_dense, *sizes) for sizes in SIZES},
+        "with norms of queries and keys": partial(_dense, *SIZES[2], kind=Qwen3Config),
         "gates, norms in float32": _gated,
         "latent attention": partial(_latent, None),
         "latents of queries too": partial(_latent, 48),
@@ -47,34 +47,37 @@ def compare() -> dict[str, tuple[float, int]]:
     return found
 
 
+def _dense(heads: int, kv_heads: int, hidden: int, ffn: int, **options: Any) -> ModelSpec:
+    return _spec(
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        **options,
+    )
+
+
 def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> ModelSpec:
-    config = Qwen3MoeConfig(
-        vocab_size=1000,
+    return _spec(
+        layers,
+        Qwen3MoeConfig,
         hidden_size=hidden,
         intermediate_size=64,
         moe_intermediate_size=ffn,
         num_experts=experts,
         num_experts_per_tok=chosen,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
         mlp_only_layers=[],
         decoder_sparse_step=1,
     )
 
-    return FAMILIES["qwen3_moe"].read_config(config.to_dict(), "lm")
-
 
 def _latent(q_rank: int | None, layers: int) -> ModelSpec:
-    config = DeepseekV3Config(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
+    return _spec(
+        layers,
+        DeepseekV3Config,
         num_key_value_heads=4,
         q_lora_rank=q_rank,
         kv_lora_rank=32,
@@ -82,41 +85,30 @@ def _latent(q_rank: int | None, layers: int) -> ModelSpec:
         qk_rope_head_dim=8,
         v_head_dim=16,
         first_k_dense_replace=layers,
-        max_position_embeddings=4096,
     )
-    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
 def _gated(layers: int) -> ModelSpec:
-    config = Qwen3NextConfig(
-        vocab_size=1000,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
+    return _spec(
+        layers,
+        Qwen3NextConfig,
         num_key_value_heads=2,
         head_dim=16,
         layer_types=["full_attention"] * layers,
         mlp_only_layers=list(range(layers)),
-        max_position_embeddings=4096,
     )
-    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
-def _spec(
-    heads: int, kv_heads: int, hidden: int, ffn: int, layers: int, kind: Any = LlamaConfig
-) -> ModelSpec:
-    config = kind(
-        vocab_size=1000,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
+def _spec(layers: int, kind: Any = LlamaConfig, **sizes: Any) -> ModelSpec:
+    defaults = {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    config = kind(**{**defaults, "num_hidden_layers": layers, **sizes})
     return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 

@@ -11,16 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.config.sections import ActorSection
 from mrlhf.device import Fetch
-from mrlhf.inference.base import (
-    EngineLimits,
-    EngineStats,
-    Request,
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from mrlhf.inference.base import EngineLimits, EngineStats, Request, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.families import FAMILIES

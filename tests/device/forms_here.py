@@ -18,8 +18,9 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
+from benchmarks.engine_loop import requests_for
 from mrlhf.gpu import delta_kernels, kernels, launch
-from mrlhf.inference.base import SamplingParams, requests_for
+from mrlhf.inference.base import SamplingParams
 from mrlhf.models.spec import ModelSpec
 from tests.device import measures
 from tests.simulated_device import tensors

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
+from benchmarks.engine_loop import requests_for
 from mrlhf.batch import Experience, Prompts
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import pick_device
-from mrlhf.inference.base import EngineLimits, SamplingParams, requests_for
+from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import Lora, ModelSpec

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from benchmarks.engine_loop import generate, requests_for
+from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import FAMILIES
 from mrlhf.weights.init import initialise

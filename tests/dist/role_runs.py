@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.critic import CriticSection, ScalarOptimSection
-from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import (
     ActorOptimSection,
     ActorSection,
@@ -27,6 +26,7 @@ from mrlhf.config.sections import (
     OptimSection,
     PolicyLossSection,
     ReferenceSection,
+    TrainedModelSection,
 )
 from mrlhf.config.teacher import DistillationSection, TeacherSection
 from mrlhf.device import Device

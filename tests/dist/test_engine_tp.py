@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrlhf.inference.base import Sample, SamplingParams, requests_for
+from benchmarks.engine_loop import requests_for
+from mrlhf.inference.base import Sample, SamplingParams
 from tests.models.engines import (
     MODELS,
     adapted_model,

@@ -19,17 +19,11 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.config.methods import find_method
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import (
-    EngineLimits,
-    EngineStats,
-    InferenceEngine,
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from mrlhf.inference.base import EngineLimits, EngineStats, InferenceEngine, SamplingParams
 from mrlhf.inputs import read_ppo_inputs
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import dry_run

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.device import Device, pick_device
-from mrlhf.inference.base import EngineLimits, Sample, SamplingParams, generate, requests_for
+from mrlhf.inference.base import EngineLimits, Sample, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.models.families import load_spec

@@ -13,14 +13,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from mrlhf.inference.base import (
-    EngineLimits,
-    InferenceEngine,
-    Sample,
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from benchmarks.engine_loop import generate, requests_for
+from mrlhf.inference.base import EngineLimits, InferenceEngine, Sample, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.inference.stopping import Decode

@@ -27,15 +27,28 @@ from transformers import (
 MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss")
 
 
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_SHARED = {"num_experts": 8, **_EXPERTS, "shared_expert_intermediate_size": 40}
+_GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "pad_token_id": None,
+    **_EXPERTS,
+}
+
+
 def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
     """The configurations by name; `sizes` has 2 layers or more."""
+    layers = sizes["num_hidden_layers"]
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 16}
     return {
         "qwen3-moe": Qwen3MoeConfig(
             **sizes,
             head_dim=16,
             num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
+            **_EXPERTS,
             norm_topk_prob=True,
             mlp_only_layers=[1],
             tie_word_embeddings=True,
@@ -44,12 +57,7 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
         ),
         "qwen2-moe": Qwen2MoeConfig(
-            **sizes,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=40,
-            norm_topk_prob=False,
+            **sizes, **_SHARED | {"num_experts": 4, "num_experts_per_tok": 2}, norm_topk_prob=False
         ),
         # With two pipeline stages the first one has no experts.
         "glm4-moe": Glm4MoeConfig(
@@ -57,15 +65,9 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             head_dim=16,
             attention_bias=True,
             use_qk_norm=True,
-            first_k_dense_replace=sizes["num_hidden_layers"] // 2,
-            n_routed_experts=8,
+            first_k_dense_replace=layers // 2,
             n_shared_experts=2,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.7,
-            pad_token_id=None,
+            **_GROUPS,
         ),
         # Small limits, so that some of the random numbers are clamped.
         "gpt-oss": GptOssConfig(
@@ -76,27 +78,15 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             sliding_window=7,
             swiglu_alpha=1.3,
             swiglu_limit=0.3,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 15000.0,
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 16,
-            },
+            rope_parameters=yarn
+            | {"rope_theta": 15000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+            | {"truncate": False},
         ),
         "deepseek-v3": deepseek_config(
             sizes,
             q_lora_rank=22,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 6.0,
-                "original_max_position_embeddings": 16,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.8,
-            },
+            rope_parameters=yarn
+            | {"rope_theta": 10000.0, "factor": 6.0, "mscale": 1.0, "mscale_all_dim": 0.8},
         ),
         # Queries come from the hidden state, as in Moonlight, and the first layer has experts.
         "glm4-moe-lite": deepseek_config(
@@ -104,63 +94,49 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             Glm4MoeLiteConfig,
             q_lora_rank=None,
             rope_interleave=False,
-            mlp_layer_types=["sparse", "dense", *["sparse"] * (sizes["num_hidden_layers"] - 2)],
+            mlp_layer_types=["sparse", "dense", *["sparse"] * (layers - 2)],
         ),
-        # Half of a head is rotated. Two value heads share a key head, and two ranks the KV head.
+        **_delta_configs(sizes),
+    }
+
+
+def _delta_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
+    """Models with delta nets in all layers but the second, some of them without experts."""
+    one_kv_head = sizes | {"num_key_value_heads": 1}  # which two ranks share
+    without_ffn = {name: size for name, size in sizes.items() if name != "intermediate_size"}
+    layers = range(sizes["num_hidden_layers"])
+    net = {
+        "head_dim": 16,
+        "layer_types": ["full_attention" if n == 1 else "linear_attention" for n in layers],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+    }
+    # In text, the sections of a rotation make no difference.
+    rope = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    return {
+        # Half of a head is rotated. Two value heads share a key head.
         "qwen3-next": Qwen3NextConfig(
-            **{**sizes, "num_key_value_heads": 1},
-            head_dim=16,
+            **one_kv_head,
+            **net,
+            **_SHARED,
             partial_rotary_factor=0.5,
-            layer_types=_delta_layers(sizes["num_hidden_layers"]),
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=6,
             linear_value_head_dim=10,
-            num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=40,
             tie_word_embeddings=False,
         ),
-        # Three value heads share a key head, and two ranks the KV head. In text, the sections of a
-        # rotation make no difference.
+        # Three value heads share a key head.
         "qwen3-5": Qwen3_5TextConfig(
-            **{**sizes, "num_key_value_heads": 1},
-            head_dim=16,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 20000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
-            layer_types=_delta_layers(sizes["num_hidden_layers"]),
-            linear_num_key_heads=2,
-            linear_num_value_heads=6,
-            linear_key_head_dim=6,
+            **one_kv_head,
+            **net | {"linear_num_value_heads": 6},
+            rope_parameters=rope,
             linear_value_head_dim=7,
             tie_word_embeddings=True,
         ),
         "qwen3-5-moe": Qwen3_5MoeTextConfig(
-            **{name: size for name, size in sizes.items() if name != "intermediate_size"},
-            head_dim=16,
-            partial_rotary_factor=0.25,
-            layer_types=_delta_layers(sizes["num_hidden_layers"]),
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=6,
-            linear_value_head_dim=9,
-            num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=40,
+            **without_ffn, **net, **_SHARED, partial_rotary_factor=0.25, linear_value_head_dim=9
         ),
     }
-
-
-def _delta_layers(layers: int) -> list[str]:
-    """Attention in the second layer alone."""
-    return ["full_attention" if layer == 1 else "linear_attention" for layer in range(layers)]
 
 
 def deepseek_config(
@@ -177,14 +153,8 @@ def deepseek_config(
         qk_nope_head_dim=11,
         qk_rope_head_dim=6,
         v_head_dim=9,
-        n_routed_experts=8,
         n_shared_experts=1,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=1.7,
-        pad_token_id=None,
+        **_GROUPS,
     )
 
 

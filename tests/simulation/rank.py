@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.engine_loop import generate
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, SFTConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.device import Device, device_kind, dtype_on
-from mrlhf.inference.base import Request, generate
+from mrlhf.inference.base import Request
 from mrlhf.inputs import PPOInputs
 from mrlhf.inputs.vocabulary import Endings
 from mrlhf.models.adapter_choice import spec_of_role

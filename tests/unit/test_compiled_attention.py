@@ -3,41 +3,11 @@
 import pytest
 import torch
 
-from mrlhf.models.self_attention import CoreAttention
-from mrlhf.parallel.packed_sequences import PackedSequences
 from tests.compilers import both_ways, without_compiler
+from tests.models.attention import core_attention, packed
 
 LENGTHS = [1, 5, 48, 49, 96, 97, 7, 203]
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-def packed(lengths):
-    edges = torch.tensor([0, *lengths]).cumsum(0).int()
-    return PackedSequences(
-        "thd",
-        edges,
-        edges,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        lengths=edges.diff(),
-    )
-
-
-def core(heads, kv_heads, dim, window):
-    # mrlhf must be imported before megatron-core.
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=heads * dim,
-        num_attention_heads=heads,
-        num_query_groups=kv_heads,
-        kv_channels=dim,
-        attention_dropout=0.0,
-        window_size=None if window is None else (window - 1, 0),
-    )
-    return CoreAttention(config, 1)
 
 
 def heads_of(mixed):
@@ -59,7 +29,7 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     generator = torch.Generator().manual_seed(dim)
     pack = packed(LENGTHS)
     tokens = sum(LENGTHS)
-    layer = core(heads, kv_heads, dim, window)
+    layer = core_attention(heads, kv_heads, dim, window)
 
     rotation = None
     if rotary:
@@ -92,19 +62,11 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
 def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim, window):
     """As with context parallelism: fewer queries than keys, and keys that stand there twice."""
     generator = torch.Generator().manual_seed(dim)
-    layer = core(4, 2, dim, window)
+    layer = core_attention(4, 2, dim, window)
     queries = [1, 40, 49, 7, 100]
     seen = [5, 200, 49, 150, 203]
     rows = [torch.randn(3, length, 4, dim, generator=generator).to(dtype) for length in seen]
-    pack = PackedSequences(
-        "thd",
-        torch.tensor([0, *queries]).cumsum(0).int(),
-        torch.tensor([0, *seen]).cumsum(0).int(),
-        max_seqlen_q=max(queries),
-        max_seqlen_kv=max(seen),
-        position_ids=torch.zeros(sum(queries), dtype=torch.int64),
-        lengths=torch.tensor(seen),
-    )
+    pack = packed(seen, queries)
     lasts = [row[0, -count:] for row, count in zip(rows, queries, strict=True)]
     query = torch.cat(lasts).unflatten(1, (2, 2)).requires_grad_()
     key = torch.cat([row[1, :, :2] for row in rows]).requires_grad_()
@@ -148,21 +110,13 @@ def attend_with_sinks_by_hand(query, keys, values, sinks, window):
 def test_a_sink_joins_every_softmax_once(window):
     """Of whole sequences, and of last tokens of some, as with shared prompts; gradients too."""
     generator = torch.Generator().manual_seed(2)
-    layer = core(4, 2, 24, window)
+    layer = core_attention(4, 2, 24, window)
     queries, seen = [1, 9, 4], [1, 9, 13]
     shapes = [(sum(queries), 2, 2, 24), (sum(seen), 2, 24), (sum(seen), 2, 24), (4,)]
     tensors = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
     query, key, value, sinks = tensors
     slopes = torch.randn(sum(queries), 4 * 24, generator=generator)
-    pack = PackedSequences(
-        "thd",
-        torch.tensor([0, *queries]).cumsum(0).int(),
-        torch.tensor([0, *seen]).cumsum(0).int(),
-        max_seqlen_q=max(queries),
-        max_seqlen_kv=max(seen),
-        position_ids=torch.zeros(sum(queries), dtype=torch.int64),
-        lengths=torch.tensor(seen),
-    )
+    pack = packed(seen, queries)
     parts = zip(query.split(queries), key.split(seen), value.split(seen), strict=True)
     wanted = torch.cat([attend_with_sinks_by_hand(*part, sinks, window) for part in parts])
     slopes_wanted = gradients(wanted, tensors, slopes)
@@ -177,7 +131,7 @@ def test_a_sink_joins_every_softmax_once(window):
 
 def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():
     generator = torch.Generator().manual_seed(0)
-    layer = core(4, 2, 24, None)
+    layer = core_attention(4, 2, 24, None)
     mixed = torch.randn(sum(LENGTHS), 2, 4, 24, generator=generator)
 
     whole = layer(*heads_of(mixed), None, packed(LENGTHS)).split(LENGTHS)
@@ -189,7 +143,7 @@ def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():
 
 
 def test_what_would_be_misread_is_refused():
-    layer = core(4, 2, 24, None)
+    layer = core_attention(4, 2, 24, None)
     query = torch.randn(6, 2, 2, 24)
     key = torch.randn(6, 2, 24)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mrlhf.inference.base import Sample, SamplingParams, generate, requests_for
+from benchmarks.engine_loop import generate, requests_for
+from mrlhf.inference.base import Sample, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from tests.models.engines import PROMPTS, UIDS, hf_model, make_engine, spec_of
 from tests.models.mixtures import MIXTURES

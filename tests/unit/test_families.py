@@ -305,9 +305,46 @@ def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
         ("glm4_moe", {"n_group": 3}, "has 3 groups of 4 experts, of which a token takes 1; the"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "has 2 groups of 4 experts, of which a to"),
         ("glm4_moe", {"n_group": 4}, "has 4 groups of 1 experts, of which a token takes 1; a g"),
+        ("deepseek_v3", {"attention_bias": True}, "sets attention_bias"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'; only 'noaux_tc'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2; only 1"),
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 4},
+            "num_key_value_heads=4 and num_attention_heads",
+        ),
+        ("deepseek_v3", {"v_head_dim": 8}, "v_head_dim=8, which may be at most"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3, which must be even"),
+        ("deepseek_v3", {"hidden_act": "gelu"}, "only silu is supported"),
+        ("deepseek_v3", {"kv_lora_rank": LEFT_OUT}, "no kv_lora_rank; a deepseek_v3 model must"),
+        ("deepseek_v3", {"qk_nope_head_dim": LEFT_OUT}, "no qk_nope_head_dim; a deepseek_v3 model"),
+        ("deepseek_v3", {"v_head_dim": LEFT_OUT}, "no v_head_dim; a deepseek_v3 model must state"),
+        ("qwen3_next", {"attention_bias": True}, "sets attention_bias, which is not supported"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "only silu is supported"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types linear_attention;"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "has layer_types sliding_atten"),
+        ("qwen3_next", {"linear_num_value_heads": 6}, "linear_num_value_heads=6, which must be a "),
+        (
+            "qwen3_next",
+            {"linear_conv_kernel_dim": 1},
+            "linear_conv_kernel_dim=1; it must be an int",
+        ),
+        ("qwen3_next", {"linear_num_key_heads": LEFT_OUT}, "no linear_num_key_heads; a qwen3_next"),
+        ("qwen3_next", {"linear_conv_kernel_dim": LEFT_OUT}, "no linear_conv_kernel_dim; a qwen3_"),
+        ("qwen3_next", {"head_dim": LEFT_OUT}, "no head_dim; a qwen3_next model must state it"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "has swiglu_limit=0.0; it must be a number above 0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config says"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 1},
+            "has num_local_experts=1; it must be an integer from",
+        ),
+        ("gpt_oss", {"sliding_window": None}, "no sliding_window; a gpt_oss model must state it"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "only silu is supported"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(
+def test_what_a_family_of_mixtures_does_not_build_is_refused(
     model: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     _write(tmp_path, model, **changes)

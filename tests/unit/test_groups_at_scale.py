@@ -39,6 +39,7 @@ GATHERS = {
     "all_gather_ragged",
     "broadcast_object_list",
     "compare_replicas",
+    "from_first",
     "gather_object",
     "raise_together",
     "together",

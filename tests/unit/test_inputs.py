@@ -15,7 +15,7 @@ import mrlhf
 from configs.recipes.data.vocabulary import train_sentencepiece
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import MrlhfError
-from mrlhf.inputs import read_ppo_inputs, read_preference_inputs, read_row_inputs
+from mrlhf.inputs import read_ppo_inputs, read_row_inputs
 from mrlhf.preflight import dry_run, preflight
 from tests.unit.config_files import read_cases
 from tests.unit.configurations import changed, holds, read_changes
@@ -183,9 +183,9 @@ def test_the_inputs_of_each_program():
 
     sft = read_row_inputs(supervised(SFTConfig, "train.jsonl"))
     assert (len(sft.examples), len(sft.held_out), sft.steps) == (8, 0, 6)
-    pairs = read_preference_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
-    assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
-    assert pairs.pairs.margins is pairs.held_out.margins is None
+    pairs = read_row_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
+    assert (len(pairs.examples), len(pairs.held_out), pairs.steps) == (9, 1, 6)
+    assert pairs.examples.margins is pairs.held_out.margins is None
 
 
 def test_the_margins_of_a_reward_models_pairs(place):
@@ -193,11 +193,11 @@ def test_the_margins_of_a_reward_models_pairs(place):
     rows = [json.loads(line) | {"by": number} for number, line in enumerate(lines)]
     (place / "apart.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = supervised(RewardModelConfig, "apart.jsonl", rm__margin_column="by")
-    inputs = read_preference_inputs(config)
-    assert sorted(inputs.pairs.margins + inputs.held_out.margins) == list(range(10))
+    inputs = read_row_inputs(config)
+    assert sorted(inputs.examples.margins + inputs.held_out.margins) == list(range(10))
 
     config = supervised(RewardModelConfig, "pairs.jsonl", rm__margin_column="by")
-    for read in (read_preference_inputs, lambda config: dry_run(config, 1)):
+    for read in (read_row_inputs, lambda config: dry_run(config, 1)):
         with pytest.raises(MrlhfError, match=r"^pairs\.jsonl:\d+: no value for 'by'; the row has"):
             read(config)
 
@@ -221,12 +221,12 @@ def test_data_that_are_read_twice_are_told(place, caplog):
         "model does with new rows",
     ]
 
-    for read, root, file, count in (
-        (read_row_inputs, SFTConfig, "train.jsonl", 8),
-        (read_preference_inputs, RewardModelConfig, "pairs.jsonl", 10),
+    for root, file, count in (
+        (SFTConfig, "train.jsonl", 8),
+        (RewardModelConfig, "pairs.jsonl", 10),
     ):
         caplog.clear()
-        read(supervised(root, file, data__val_files=[file, file]))
+        read_row_inputs(supervised(root, file, data__val_files=[file, file]))
         assert [line.partition("; ")[0] for line in caplog.messages] == [
             f"data.val_files names {file} twice",
             f"{2 * count} of {2 * count} rows of data.val_files are in data.train_files too",
@@ -492,4 +492,4 @@ def test_a_validation_without_rows_is_refused():
         RewardModelConfig, "pairs.jsonl", data__held_out_fraction=0.01, trainer__test_freq=1
     )
     with pytest.raises(MrlhfError, match=r"data\.held_out_fraction 0\.01 .* keeps none"):
-        read_preference_inputs(few)
+        read_row_inputs(few)

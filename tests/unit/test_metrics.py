@@ -14,7 +14,7 @@ from mrlhf.metrics import (
     throughput_metrics,
     value_metrics,
 )
-from mrlhf.metrics.values import quarters
+from mrlhf.metrics.step import quarters
 from tests.metric_rows import without_row
 from tests.rollouts import make_rollout
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mrlhf.inference.base import Request, SamplingParams, generate, requests_for
+from benchmarks.engine_loop import generate, requests_for
+from mrlhf.inference.base import Request, SamplingParams
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import DrawnSequences
 from tests.compilers import without_compiler

@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import SamplingParams, generate, requests_for
+from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native import sampler, sequences
 from tests.models.engines import (
     GREEDY,

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.batch import Rollout
-from mrlhf.inference.base import MaskWords, Sample, SamplingParams, generate, requests_for
+from mrlhf.inference.base import MaskWords, Sample, SamplingParams
 from mrlhf.records import SamplingMasks, as_bits, as_words
 from tests.models.engines import PROMPTS, UIDS, hf_model, make_engine
 from tests.oracle.plain_experience import make_rollout

@@ -13,16 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import (
-    EngineStats,
-    InferenceEngine,
-    Request,
-    Sample,
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from mrlhf.inference.base import EngineStats, InferenceEngine, Request, Sample, SamplingParams
 from mrlhf.inference.native.rows import RowNumbers, enlarged
 from tests.models.engines import PROMPTS, SAMPLED, UIDS, answer, assert_same, hf_model, make_engine
 

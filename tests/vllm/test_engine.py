@@ -12,15 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.engine_loop import generate, requests_for
 from mrlhf.errors import ConfigError, EngineError
-from mrlhf.inference.base import (
-    EngineLimits,
-    Request,
-    Sample,
-    SamplingParams,
-    generate,
-    requests_for,
-)
+from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import CPU_HEAD_SIZES
 from tests.models.engines import answer, fill, spec_of

@@ -20,7 +20,6 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     expert_options,
     family_of_mixtures,
 )
-from mrlhf.checkpoint.conversion.megatron_rope import rope_arguments, rope_parameters
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
@@ -65,6 +64,13 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     **ROUTER_NEEDS,
 }
 
+# Llama 3's numbers, which are constants in Megatron-LM's code.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe the model; CheckpointError if none do.
@@ -96,7 +102,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "rotary_base": rotary_base,
         "rotary_percent": spec.rotary_dim / spec.head_dim,
         "rotary_interleaved": False,
-        **rope_arguments(spec),
+        **_rope_arguments(spec),
         "window_size": window,
         "swiglu": True,
         "squared_relu": False,
@@ -211,7 +217,7 @@ def config_of(
         "head_dim": arguments.get("kv_channels") or hidden // heads,
         "max_position_embeddings": _stated(arguments, "max_position_embeddings"),
         "rms_norm_eps": float(_stated(arguments, "norm_epsilon", "layernorm_epsilon")),
-        "rope_parameters": rope_parameters(
+        "rope_parameters": _rope_parameters(
             arguments, float(_stated(arguments, "rotary_base")), family
         ),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
@@ -291,3 +297,40 @@ def _stated(arguments: Mapping[str, Any], *names: str) -> Any:
         f"the checkpoint's arguments do not state {names[0]}; give the directory of a Hugging Face "
         f"model of the same shape with --like"
     )
+
+
+def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of Megatron-LM for a rotation, except base and percent."""
+    rope = dict(spec.hf_config["rope_parameters"])
+    kind = rope.get("rope_type", "default")
+    options: dict[str, Any] = {
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "rotary_seq_len_interpolation_factor": None,
+    }
+
+    if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
+        options["use_rope_scaling"] = True
+        options["rope_scaling_factor"] = float(rope["factor"])
+    elif kind == "linear" and float(rope["factor"]).is_integer():
+        options["rotary_seq_len_interpolation_factor"] = int(rope["factor"])
+    elif kind != "default":
+        raise CheckpointError(
+            f"the model rotates with {rope}; Megatron-LM has arguments for Llama 3's "
+            f"{_LLAMA3} and for a linear factor that is an integer only"
+        )
+    return options
+
+
+def _rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) -> dict[str, Any]:
+    """The `rope_parameters` in the `config.json` of a checkpoint's model; `theta` is the base."""
+    if family == "glm4_moe":
+        share = arguments.get("rotary_percent", 1.0)
+        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
+    linear = arguments.get("rotary_seq_len_interpolation_factor")
+    if arguments.get("use_rope_scaling"):
+        factor = float(arguments.get("rope_scaling_factor") or 8.0)
+        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
+    if linear is not None:
+        return {"rope_type": "linear", "rope_theta": theta, "factor": float(linear)}
+    return {"rope_type": "default", "rope_theta": theta}

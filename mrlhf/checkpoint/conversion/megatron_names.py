@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
-from mrlhf.models.families import Chunk, family_of
+from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Rule, Shape, local_shape, pieces_of
 from mrlhf.weights.stored import first_three
@@ -74,12 +74,6 @@ class StoredAt:
     def within(self, number: int, size: int) -> StoredAt:
         """The place if a further dimension stacks `size` parameters."""
         return StoredAt(self.key, (*self.numbers, number), (*self.sizes, size))
-
-
-def whole_model(spec: ModelSpec) -> Chunk:
-    """All layers and experts, the embedding and the output layer."""
-    experts = range(0 if spec.experts is None else spec.experts.count)
-    return Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
 
 
 def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StoredAt:
@@ -149,7 +143,7 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) ->
     shapes = family.tensor_shapes(spec)
     # A layer's rules also name tensors of features that the model does not have.
     rules = {}
-    for parameter, rule in family.rules_of(spec, whole_model(spec)).items():
+    for parameter, rule in family.all_rules(spec).items():
         if shapes.keys() >= set(rule.names):
             rules[parameter] = rule
 

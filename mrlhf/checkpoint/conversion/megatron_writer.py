@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
-from mrlhf.checkpoint.conversion.megatron_names import LAYERS, extra_states, stored_at, whole_model
+from mrlhf.checkpoint.conversion.megatron_names import LAYERS, extra_states, stored_at
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
 from mrlhf.checkpoint.conversion.model_files import write_config
 from mrlhf.checkpoint.conversion.model_source import ModelSource
 from mrlhf.checkpoint.conversion.torch_dist import FORMAT, TorchDistWriter
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
+from mrlhf.models.families.base import whole_model
 from mrlhf.weights.shard import Slot, local_shape, pieces_of
 
 OPTIONS_FILE = "pretrain_gpt_options.txt"
@@ -87,7 +88,7 @@ def _write_weights(
     spec = source.spec
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
-    rules = family.rules_of(spec, whole_model(spec))
+    rules = family.all_rules(spec)
     for parameter in family.parameter_names(spec, whole_model(spec)):
         rule = rules[parameter]
         shape = local_shape(rule, shapes, tp_size=1)

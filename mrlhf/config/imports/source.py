@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from mrlhf.config.imports.shell import Command, Script
-from mrlhf.config.imports.words import unknown_parts
+from mrlhf.config.imports.words import shown, unknown_parts
 from mrlhf.config.roots import Program
 from mrlhf.config.tree import leaves
 from mrlhf.config.yaml_text import parse_yaml
@@ -164,18 +164,14 @@ def _strays(words: list[str], commands: Sequence[Command], run: Command) -> Iter
     """What looks like keys of the run and is not, or may hold some."""
     for word in words:
         if "=" not in word and not word.startswith("-") and unknown_parts(word) == [word[1:-1]]:
-            of = f"{_plain(word)} depends on what only a run could tell"
+            of = f"{shown(word)} depends on what only a run could tell"
             yield f"line {run.line}: {of}; it may hold keys"
     for other in commands:
         if _HYDRA.fullmatch(other.words[0]) or other.words[0].startswith("--"):
             yield (
-                f"line {other.line}: {_plain(other.words[0])} does not reach the run: a comment or "
+                f"line {other.line}: {shown(other.words[0])} does not reach the run: a comment or "
                 "a blank ends the continued line before it"
             )
-
-
-def _plain(text: str) -> str:
-    return re.sub("[\x1e]", "", text).replace("\xa0", " ")
 
 
 def _looks_like_a_key(word: str) -> bool:
@@ -258,7 +254,7 @@ def _pairs(system: System, words: list[str]) -> Iterator[tuple[str, Any]]:
 
 def _value(text: str) -> Any:
     if unknown_parts(text):
-        return Unknown(_plain(text))
+        return Unknown(shown(text))
     try:
         return {"True": True, "False": False, "None": None}.get(text, parse_yaml(text, "a value"))
     except ConfigError:

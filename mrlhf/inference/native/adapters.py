@@ -10,18 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrlhf.inference.native.linear import Factors, Linear, linear, with_added
+from mrlhf.inference.native.linear import Factors, Linear, with_added
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models.lora import MODULE
 from mrlhf.weights.shard import Piece, Slot
-
-
-def linear_of(
-    parameters: Parameters, dtype: torch.dtype, weight: str, bias: Tensor | None = None
-) -> Linear:
-    """Return the function of the parameter `weight` and its adapters, computed in `dtype`."""
-    base: Linear = parameters.made_of(weight, lambda: linear(parameters[weight].to(dtype), bias))
-    return adapted(parameters, dtype, weight, base)
 
 
 def adapted(parameters: Parameters, dtype: torch.dtype, weight: str, base: Linear) -> Linear:
@@ -30,16 +22,6 @@ def adapted(parameters: Parameters, dtype: torch.dtype, weight: str, base: Linea
     if added is not None:
         added = Factors(*(parameters.kept(f"{weight} {i}", part) for i, part in enumerate(added)))
     return with_added(base, added)
-
-
-def matrix_of(parameters: Parameters, dtype: torch.dtype, weight: str) -> Tensor:
-    """Return the parameter `weight` with its adapters, for what needs them in one matrix."""
-    base = parameters[weight].to(dtype)
-    added = factors_of(parameters, weight, torch.float32)
-    if added is None:
-        return base
-    whole = (base.float() + added.second @ added.first).to(dtype)
-    return parameters.kept(f"{weight} whole", whole)
 
 
 def factors_of(parameters: Parameters, weight: str, dtype: torch.dtype) -> Factors | None:

@@ -78,7 +78,7 @@ class Batch:
         step = self._scheduler.schedule()
         following = _Pass(step.draws)
         # Blocks whose experts are still to be read must not be handed on.
-        overlaps = self._runner.captures and not self._sequences.want_experts
+        overlaps = self._runner.captures and not self._sequences.recorded
         captured = self._runner.captures and step.decodes
         samples = [] if captured and overlaps else self._read(following.gone)
 
@@ -174,7 +174,7 @@ class Batch:
         The rows must still have their blocks.
         """
         record = self._runner.cache.experts
-        wanted = [row for row in rows if self._sequences.wants_experts(row)]
+        wanted = [row for row in rows if row in self._sequences.recorded]
         if record is None or not wanted:
             return {}
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mrlhf.host.products import gpu_gives_float32
-from mrlhf.inference.native.adapters import adapted, factors_of, linear_of
+from mrlhf.inference.native.adapters import adapted, factors_of
 from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
+from mrlhf.inference.native.layer_weights import LayerWeights
 from mrlhf.inference.native.linear import Linear, linear, linear_in_float32
 from mrlhf.inference.native.operators import add_norm
-from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models import spec as specs
 from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts
 from mrlhf.models.ops import gated
@@ -109,33 +109,23 @@ class MixtureMlp:
         return out + shared
 
 
-def norm_of(spec: specs.ModelSpec, parameters: Parameters, dtype: torch.dtype, name: str) -> Tensor:
-    """Return what the norm of this name multiplies by; float32 where that is not its weight."""
-    weight = parameters[name]
-    if spec.norms_add_one:
-        return parameters.kept(name, 1.0 + weight.float())
-    return weight.to(dtype)
+def mlp_of_layer(weights: LayerWeights) -> Mlp:
+    """Return the MLP of a layer with the norm before it."""
+    spec = weights.spec
+    parameters = weights.parameters
+    dtype = weights.dtype
+    prefix = weights.named("mlp.")
+    norm = weights.norm("pre_mlp_layernorm.weight") if spec.norms_before else None
 
-
-def mlp_of_layer(
-    spec: specs.ModelSpec, number: int, parameters: Parameters, dtype: torch.dtype
-) -> Mlp:
-    """Return the MLP of layer `number` with the norm before it, computed in `dtype`."""
-    layer = f"decoder.layers.{number}."
-    prefix = layer + "mlp."
-    norm = None
-    if spec.norms_before:
-        norm = norm_of(spec, parameters, dtype, layer + "pre_mlp_layernorm.weight")
-
-    def dense(prefix: str, norm: Tensor | None, biased: bool) -> DenseMlp:
-        bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
-        fc1 = linear_of(parameters, dtype, prefix + "linear_fc1.weight", bias)
-        fc2 = linear_of(parameters, dtype, prefix + "linear_fc2.weight")
+    def dense(own: str, norm: Tensor | None, biased: bool) -> DenseMlp:
+        bias = weights.tensor(own + "linear_fc1.bias") if biased else None
+        fc1 = weights.linear(own + "linear_fc1.weight", bias)
+        fc2 = weights.linear(own + "linear_fc2.weight")
         return DenseMlp(norm, spec.norm_eps, fc1, fc2, spec.activation)
 
     experts = spec.experts
-    if experts is None or not experts.layers[number]:
-        return dense(prefix, norm, spec.mlp_bias)
+    if experts is None or not experts.layers[weights.number]:
+        return dense("mlp.", norm, spec.mlp_bias)
 
     place = parameters.place
     held = experts_of(spec, place.ep, place.ep_rank)
@@ -171,8 +161,8 @@ def mlp_of_layer(
     shared = None
     shared_gate = None
     if experts.shared_ffn_size:
-        shared = dense(prefix + "shared.", None, biased=False)
+        shared = dense("mlp.shared.", None, biased=False)
     if experts.shared_gate:
-        shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
+        shared_gate = linear(weights.tensor("mlp.shared_gate.weight"))
     here = make_experts(local, dtype, lambda name, copy: parameters.kept(prefix + name, copy))
     return MixtureMlp(norm, spec.norm_eps, router, here, shared, shared_gate)

@@ -6,27 +6,26 @@ does not know sampling or scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrlhf.inference.native.adapters import linear_of, matrix_of
 from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.delta_net import DeltaLayer
 from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.latent_attention import LatentAttention
-from mrlhf.inference.native.linear import Linear, linear_in_float32
-from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer, norm_of
+from mrlhf.inference.native.layer_weights import LayerWeights, norm_of
+from mrlhf.inference.native.linear import linear_in_float32
+from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.rope import rope_of
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import DeltaNet, Latent, ModelSpec
 
 AnyAttention = Attention | LatentAttention | DeltaLayer
 
@@ -66,30 +65,17 @@ class Decoder:
         self._residual_multiplier = spec.residual_multiplier
         self._logits_divisor = spec.logits_divisor
 
-        def tensor(name: str) -> Tensor:
-            return parameters[name].to(dtype)
-
-        norm = partial(norm_of, spec, parameters, dtype)
-        layer = partial(linear_of, parameters, dtype)
-        self._embedding = tensor(_EMBEDDING)
-        self._layers: list[DecoderLayer] = []
-        for number in range(spec.num_layers):
-            attention: AnyAttention
-            if spec.has_delta(number):
-                attention = _delta_layer(spec, number, tensor, norm, layer)
-            elif spec.latent is not None:
-                attention = _latent_attention(spec, number, tables[number], parameters, norm, layer)
-            else:
-                attention = _attention(spec, number, tables[number], tensor, norm, layer, parallel)
-            mlp = mlp_of_layer(spec, number, parameters, dtype)
-            self._layers.append(_layer(spec, number, tensor, norm, attention, mlp))
-
-        self._final_norm = norm("decoder.final_layernorm.weight")
+        self._embedding = parameters[_EMBEDDING].to(dtype)
+        self._layers = [
+            _layer(LayerWeights(spec, parameters, dtype, number), tables[number], parallel)
+            for number in range(spec.num_layers)
+        ]
+        self._final_norm = norm_of(spec, parameters, dtype, "decoder.final_layernorm.weight")
         output = _EMBEDDING if spec.output_is_embedding else "output_layer.weight"
         self._output = parameters.made_of(
             output,
             lambda: linear_in_float32(
-                self._embedding if spec.output_is_embedding else tensor(output)
+                self._embedding if spec.output_is_embedding else parameters[output].to(dtype)
             ),
         )
 
@@ -168,124 +154,91 @@ class Decoder:
         return embeddings * self._embedding_multiplier
 
 
-def _attention(
-    spec: ModelSpec,
-    number: int,
-    tables: Tables,
-    tensor: Callable[[str], Tensor],
-    norm: Callable[[str], Tensor],
-    layer: Callable[..., Linear],
-    parallel: TensorParallel,
-) -> Attention:
-    """Return the attention of layer `number` on this rank."""
-    prefix = f"decoder.layers.{number}."
-    attention = prefix + "self_attention."
-
-    norms = None
-    if spec.qk_norm != "none":
-        norms = (
-            norm(attention + "q_layernorm.weight"),
-            norm(attention + "k_layernorm.weight"),
-        )
-    bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
-    return Attention(
-        parallel=parallel,
-        eps=spec.norm_eps,
-        scale=spec.attention_scale,
-        kv_heads=attention_of(spec).cached.on_rank(parallel.size),
-        norm=norm(prefix + "input_layernorm.weight") if spec.norms_before else None,
-        qkv=layer(attention + "linear_qkv.weight", bias),
-        head_norms=norms if spec.qk_norm == "head" else None,
-        projection_norms=norms if spec.qk_norm == "projection" else None,
-        tables=tables,
-        window=spec.windows[number],
-        proj=layer(attention + "linear_proj.weight"),
-        sinks=tensor(attention + "sinks") if spec.has_sinks else None,
-        has_gate=spec.output_gate,
-    )
-
-
-def _delta_layer(
-    spec: ModelSpec,
-    number: int,
-    tensor: Callable[[str], Tensor],
-    norm: Callable[[str], Tensor],
-    layer: Callable[..., Linear],
-) -> DeltaLayer:
-    """Return the delta net of layer `number` on this rank."""
-    assert spec.delta is not None
-    prefix = f"decoder.layers.{number}."
-    own = prefix + "self_attention."
-    return DeltaLayer(
-        net=spec.delta,
-        eps=spec.norm_eps,
-        norm=norm(prefix + "input_layernorm.weight"),
-        qkvz=layer(own + "linear_qkvz.weight"),
-        ba=layer(own + "linear_ba.weight"),
-        taps=tensor(own + "conv1d"),
-        log_rate=tensor(own + "A_log"),
-        bias=tensor(own + "dt_bias"),
-        output_norm=tensor(own + "norm"),
-        proj=layer(own + "linear_proj.weight"),
-    )
-
-
-def _latent_attention(
-    spec: ModelSpec,
-    number: int,
-    tables: Tables,
-    parameters: Parameters,
-    norm: Callable[[str], Tensor],
-    layer: Callable[..., Linear],
-) -> LatentAttention:
-    """Return the attention of layer `number` on this rank."""
-    latent = spec.latent
-    assert latent is not None
-    prefix = f"decoder.layers.{number}."
-    own = prefix + "self_attention."
-    norm_before = norm(prefix + "input_layernorm.weight")
-    down = latent.q_rank is not None
-
-    kv_up = matrix_of(parameters, norm_before.dtype, own + "linear_kv_up_proj.weight")
-    return LatentAttention(
-        latent=latent,
-        eps=spec.norm_eps,
-        scale=spec.attention_scale,
-        norm=norm_before,
-        q_down=layer(own + "linear_q_down_proj.weight") if down else None,
-        q_norm=norm(own + "q_layernorm.weight") if down else None,
-        q_up=layer(own + ("linear_q_up_proj.weight" if down else "linear_q_proj.weight")),
-        kv_down=layer(own + "linear_kv_down_proj.weight"),
-        kv_norm=norm(own + "kv_layernorm.weight"),
-        kv_up=kv_up.unflatten(0, (-1, latent.plain_dim + latent.value_dim)),
-        tables=tables,
-        proj=layer(own + "linear_proj.weight"),
-    )
-
-
-def _layer(
-    spec: ModelSpec,
-    number: int,
-    tensor: Callable[[str], Tensor],
-    norm: Callable[[str], Tensor],
-    attention: AnyAttention,
-    mlp: Mlp,
-) -> DecoderLayer:
-    prefix = f"decoder.layers.{number}."
+def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> DecoderLayer:
+    """Return a layer on this rank."""
+    spec = weights.spec
+    attention: AnyAttention
+    if spec.has_delta(weights.number):
+        attention = _delta_layer(weights, spec.delta)
+    elif spec.latent is not None:
+        attention = _latent_attention(weights, spec.latent, tables)
+    else:
+        attention = _attention(weights, tables, parallel)
 
     def bias(exists: bool, name: str) -> Tensor | None:
-        return tensor(prefix + name) if exists else None
+        return weights.tensor(name) if exists else None
 
     def norm_after(name: str) -> Tensor | None:
-        return norm(prefix + name) if spec.norms_after else None
+        return weights.norm(name) if spec.norms_after else None
 
     return DecoderLayer(
         attention=attention,
         proj_bias=bias(spec.o_bias, "self_attention.linear_proj.bias"),
         proj_norm=norm_after("self_attention.linear_proj.output_norm.weight"),
-        mlp=mlp,
+        mlp=mlp_of_layer(weights),
         mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
         mlp_output_norm=norm_after("mlp.linear_fc2.output_norm.weight"),
+    )
+
+
+def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> Attention:
+    spec = weights.spec
+    own = "self_attention."
+    norms = None
+    if spec.qk_norm != "none":
+        norms = (weights.norm(own + "q_layernorm.weight"), weights.norm(own + "k_layernorm.weight"))
+    bias = weights.tensor(own + "linear_qkv.bias") if spec.qkv_bias else None
+    return Attention(
+        parallel=parallel,
+        eps=spec.norm_eps,
+        scale=spec.attention_scale,
+        kv_heads=attention_of(spec).cached.on_rank(parallel.size),
+        norm=weights.norm("input_layernorm.weight") if spec.norms_before else None,
+        qkv=weights.linear(own + "linear_qkv.weight", bias),
+        head_norms=norms if spec.qk_norm == "head" else None,
+        projection_norms=norms if spec.qk_norm == "projection" else None,
+        tables=tables,
+        window=spec.windows[weights.number],
+        proj=weights.linear(own + "linear_proj.weight"),
+        sinks=weights.tensor(own + "sinks") if spec.has_sinks else None,
+        has_gate=spec.output_gate,
+    )
+
+
+def _delta_layer(weights: LayerWeights, net: DeltaNet | None) -> DeltaLayer:
+    assert net is not None
+    own = "self_attention."
+    return DeltaLayer(
+        net=net,
+        eps=weights.spec.norm_eps,
+        norm=weights.norm("input_layernorm.weight"),
+        qkvz=weights.linear(own + "linear_qkvz.weight"),
+        ba=weights.linear(own + "linear_ba.weight"),
+        taps=weights.tensor(own + "conv1d"),
+        log_rate=weights.tensor(own + "A_log"),
+        bias=weights.tensor(own + "dt_bias"),
+        output_norm=weights.tensor(own + "norm"),
+        proj=weights.linear(own + "linear_proj.weight"),
+    )
+
+
+def _latent_attention(weights: LayerWeights, latent: Latent, tables: Tables) -> LatentAttention:
+    own = "self_attention."
+    down = latent.q_rank is not None
+    kv_up = weights.matrix(own + "linear_kv_up_proj.weight")
+    return LatentAttention(
+        latent=latent,
+        eps=weights.spec.norm_eps,
+        scale=weights.spec.attention_scale,
+        norm=weights.norm("input_layernorm.weight"),
+        q_down=weights.linear(own + "linear_q_down_proj.weight") if down else None,
+        q_norm=weights.norm(own + "q_layernorm.weight") if down else None,
+        q_up=weights.linear(own + ("linear_q_up_proj.weight" if down else "linear_q_proj.weight")),
+        kv_down=weights.linear(own + "linear_kv_down_proj.weight"),
+        kv_norm=weights.norm(own + "kv_layernorm.weight"),
+        kv_up=kv_up.unflatten(0, (-1, latent.plain_dim + latent.value_dim)),
+        tables=tables,
+        proj=weights.linear(own + "linear_proj.weight"),
     )
 
 

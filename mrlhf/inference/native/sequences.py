@@ -41,7 +41,7 @@ class DrawnSequences:
         self._numbers = RowNumbers()
         self._owners: dict[int, tuple[Any, int]] = {}  # request and sample index of each row
         self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
-        self._recorded: set[int] = set()  # rows whose samples say which experts they went to
+        self.recorded: set[int] = set()  # rows whose samples say which experts they went to
         self._masks: dict[int, MaskWords] = {}  # of each row, if they are recorded
         self._going_on: set[int] = set()  # rows with which the prompt of a later request begins
         self._keys = np.zeros(0, dtype=np.uint64)
@@ -74,7 +74,7 @@ class DrawnSequences:
             self._drawn_before[rows] = request.drawn
             self._max_tokens[rows] = request.sampling.max_tokens
             if request.sampling.record_experts:
-                self._recorded.update(rows)
+                self.recorded.update(rows)
             if request.sampling.record_masks:
                 self._masks.update((row, MaskWords.none(0)) for row in rows)
             if request.goes_on:
@@ -134,15 +134,6 @@ class DrawnSequences:
         ended: list[int] = rows[stopped | (counts + 1 == self._max_tokens[rows])].tolist()
         return ended
 
-    @property
-    def want_experts(self) -> bool:
-        """Whether any row does."""
-        return bool(self._recorded)
-
-    def wants_experts(self, row: int) -> bool:
-        """Whether the sample of a row must say to which experts its tokens were sent."""
-        return row in self._recorded
-
     def goes_on(self, row: int) -> bool:
         """Whether the prompt of a later request may begin with this row."""
         return row in self._going_on
@@ -161,7 +152,7 @@ class DrawnSequences:
         """Return the sample of a row that has ended, with its tokens' experts, and free the row."""
         request_id, sample_index = self._owners.pop(row)
         self._searches.pop(row, None)
-        self._recorded.discard(row)
+        self.recorded.discard(row)
         self._going_on.discard(row)
         self._numbers.give_back(row)
 

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.errors import EngineError
+from mrlhf.parallel.collectives import from_first
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTINGS = {
@@ -101,9 +102,7 @@ def keep_default_group() -> None:
 
 def job_name() -> str:
     """Make a name that no other job and no earlier engine has; every rank of the job calls this."""
-    names = [uuid.uuid4().hex]
-    dist.broadcast_object_list(names, src=0)
-    return names[0]
+    return from_first(uuid.uuid4().hex, None)
 
 
 def name_shared_memory(job: str) -> None:

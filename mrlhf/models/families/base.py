@@ -35,6 +35,12 @@ class Chunk:
     experts: range = range(0)
 
 
+def whole_model(spec: ModelSpec) -> Chunk:
+    """All layers and experts, the embedding and the output layer."""
+    experts = range(0 if spec.experts is None else spec.experts.count)
+    return Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
+
+
 @dataclass(frozen=True)
 class Family:
     """The models of one `model_type`: their configuration, their layers and their weight map.
@@ -131,8 +137,7 @@ class Family:
 
     def all_rules(self, spec: ModelSpec) -> Mapping[str, Rule]:
         """The rules of the base's parameters as one chunk."""
-        experts = range(0 if spec.experts is None else spec.experts.count)
-        return self.base_rules(spec, Chunk(range(spec.num_layers), True, True, experts))
+        return self.base_rules(spec, whole_model(spec))
 
     def _adapter_rules(self, spec: ModelSpec, chunk: Chunk) -> dict[str, Rule]:
         shapes = self.base_shapes(spec)

@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from mrlhf.models.families.base import Chunk
-from mrlhf.models.families.delta_weights import delta_parameters, delta_rules, delta_shapes
 from mrlhf.models.families.expert_weights import (
     ExpertNames,
     expert_parameters,
@@ -20,7 +19,10 @@ from mrlhf.models.families.expert_weights import (
     expert_shapes,
     shared_rules,
 )
-from mrlhf.models.families.latent_weights import (
+from mrlhf.models.families.mixing_weights import (
+    delta_parameters,
+    delta_rules,
+    delta_shapes,
     latent_parameters,
     latent_rules,
     latent_shapes,

@@ -112,7 +112,8 @@ def make_experience(
     returns = units.fold(estimated[1], len(rollout))
     if estimator_traits(algorithm.adv_estimator).whitened:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
-    if _are_finite(rewards, outputs.values):
+    numbers = [rewards] if outputs.values is None else [rewards, outputs.values]
+    if all(bool(tensor.isfinite().all()) for tensor in numbers):
         check_advantages(advantages, returns, shaped, rollout, algorithm.adv_estimator)
 
     right = collected.scores.correct
@@ -232,12 +233,6 @@ def _advantage_inputs(
         components=None if components is None else components.scores,
         logprobs=both,
     )
-
-
-def _are_finite(rewards: Tensor, values: Tensor | None) -> bool:
-    """Whether all inputs of the advantages are finite."""
-    numbers = [rewards] if values is None else [rewards, values]
-    return all(bool(tensor.isfinite().all()) for tensor in numbers)
 
 
 def _advantages(

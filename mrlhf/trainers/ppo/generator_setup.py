@@ -111,7 +111,7 @@ def build_generator(
         hand_over,
         config.seed,
         phases=run.phases,
-        experts=actor.spec.experts if rollout.records_experts else None,
+        experts=actor.spec.experts if rollout.records else None,
         sampler=_sampler(config, run, engine_groups, inputs),
     )
 

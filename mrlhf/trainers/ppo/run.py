@@ -95,7 +95,9 @@ class PPORun:
             try:
                 self._train(reporter)
             except Interrupted:
-                self._save_interrupted()
+                state, unfinished = saved_state(self._trainer.state, parts, self._config)
+                step = (self._completed, self._last_metrics)
+                self._checkpoints.save_at_end(*step, state, unfinished)
                 raise
 
         parts.scorer.close()
@@ -143,8 +145,3 @@ class PPORun:
         self._completed = checkpoint.manifest.step
         self._last_metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._last_metrics)
-
-    def _save_interrupted(self) -> None:
-        """Save the run as it is, in the middle of a step or between two."""
-        state, unfinished = saved_state(self._trainer.state, self._parts, self._config)
-        self._checkpoints.save_at_end(self._completed, self._last_metrics, state, unfinished)

@@ -166,7 +166,7 @@ def training_sampling(config: PPOConfig, endings: Endings, actor: ModelEngine) -
         stop_token_ids=endings.token_ids,
         stop=endings.strings,
         seed=config.seed,
-        record_experts=rollout.records_experts and actor.spec.experts is not None,
+        record_experts=rollout.records and actor.spec.experts is not None,
         record_masks=rollout.truncates,
     )
 
