@@ -37,6 +37,7 @@ from mrlhf.models.published import published_model
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.preflight.labels import labelled
 from mrlhf.printable import size_text
 from mrlhf.weights.stored import holds_weights
 
@@ -142,6 +143,8 @@ def _spec(config: AnyConfig, name: str) -> ModelSpec | None:
         return load_spec(place, head)
 
     spec = spec_of_role(role.model_copy(update={"path": str(place)}), head)
+    if head == "scalar":
+        spec = labelled(config, name, spec)
     adapter = role.directories().get("lora.path")
     if adapter is not None and is_here:
         check_adapter(adapter, spec)

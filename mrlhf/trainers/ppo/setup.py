@@ -272,7 +272,8 @@ def build_reward_model(
         if is_reward_model(name)
     ]
     ends = [] if section.at is None else tokenizer.holding(section.at)
-    return RewardModel(members, section.combine, section.combine_coef, ends, answered)
+    combine = (section.combine, section.combine_coef)
+    return RewardModel(members, *combine, ends=ends, answered=answered, heads=section.heads)
 
 
 def build_judge(
