@@ -277,7 +277,11 @@ def test_numbers_and_ties(tokenizer, caplog):
         (("rankings",), {}, "no value for 'responses'"),
         (("targets", None, None, ("n", "m")), {"response": "2"}, "no value for 'n'"),
         (("targets", None, None, ("m", "n")), {"response": "2", "n": True}, r"'n' .*rm\.target_c"),
-        (("targets", None, None, ("n",)), {"response": ["2"], "n": 1}, "'response' must be a string"),
+        (
+            ("targets", None, None, ("n",)),
+            {"response": ["2"], "n": 1},
+            "'response' must be a string",
+        ),
         (("pairs", None, "t"), {"chosen": "2", "rejected": "3", "t": 1}, r"true .*rm\.tie_column"),
     ],
 )

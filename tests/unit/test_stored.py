@@ -301,7 +301,10 @@ def test_quantised_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> No
         ({}, "no score.weight, so the model cannot score; give a LlamaForSequenceClassification"),
         ({"v_head.weight": torch.ones(1, 32)}, "cannot score; v_head.weight is no head that tran"),
         ({"classifier.weight": torch.ones(2, 32)}, "classifier.weight is no head that transform"),
-        ({"score.weight": torch.ones(2, 32)}, "score.weight is [2, 32] and not [1, 32]; config.json"),
+        (
+            {"score.weight": torch.ones(2, 32)},
+            "score.weight is [2, 32] and not [1, 32]; config.json",
+        ),
     ],
 )
 def test_a_reward_model_needs_its_head(extra: Tensors, message: str, tmp_path: Path) -> None:
