@@ -97,7 +97,7 @@ def _save_models(root: Path) -> None:
         )
         model = transformers.AutoModelForSequenceClassification.from_config(config)
         model.save_pretrained(root / name)
-    config.pad_token_id = 0
+    config.pad_token_id = None  # a padding token would learn nothing there
     for name in SEVERAL:
         label2id = {label: number for number, label in enumerate(LABELS)}
         config.id2label = {number: label for label, number in label2id.items()}
@@ -313,7 +313,8 @@ def test_heads_learn_from_the_rows_that_have_their_number(run: Any) -> None:
     for name in ("tp", "pp", "dp"):
         near(ours[f"{name} losses"], torch.tensor(losses))
         told = ours[f"{name} told"]
-        assert told["val/loss"] == pytest.approx(sum(float(x) ** 2 for _, x in left) / len(left))
+        mean = sum(float(x) ** 2 for _, x in left) / len(left)
+        assert told["val/loss"] == pytest.approx(mean, rel=1e-4)
         for head, label in enumerate(LABELS):
             own = [float(error) for number, error in left if number == head]
             error = sum(x**2 for x in own) / len(own)

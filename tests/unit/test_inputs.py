@@ -210,8 +210,11 @@ def test_a_column_without_a_number_in_any_row_is_refused(place):
     inputs = read_preference_inputs(config)
     assert inputs.pairs.losses(range(10)) == 10 and inputs.held_out is None
     config = supervised(RewardModelConfig, "rated.jsonl", rm__target_column=list("abc"), **changes)
-    words = "rm.target_column names 'c', and no row to train on has a number there; the first one, "
-    assert refusal(config).startswith(words + "rated.jsonl:1, has ['a', 'prompt', 'response']")
+    for read in (read_preference_inputs, lambda config: dry_run(config, 1)):
+        with pytest.raises(
+            MrlhfError, match=r"^rm\.target_column names 'c', and no row .*jsonl:1, "
+        ):
+            read(config)
 
 
 def test_data_that_are_read_twice_are_told(place, caplog):

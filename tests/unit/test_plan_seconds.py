@@ -121,7 +121,7 @@ def test_each_phase_of_ppo_counts_what_it_computes() -> None:
 def test_a_judge_on_the_ranks_reads_messages_and_draws_votes() -> None:
     model = Passes(load_spec("small", "lm"), ParallelLayout(), SLOW, 4)
     plain = _estimate(_policy(), 1).seconds
-    pairs = ("judge.compare=pairs", "judge.template={{response}} {{other}}")
+    pairs = ("judge.compare=pairs", "judge.template='{{response}} {{other}}'")
     # Four responses, in two pairs; each shows a prompt of 2 tokens, and one or two of 6.
     for keys, length, at_once in (
         ((), 8, 12),
