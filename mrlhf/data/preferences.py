@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import isnan, nan
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.data.conversations import (
@@ -62,8 +65,8 @@ class PreferenceRows:
     dropped: int  # number of rows left out because a response was too long
     margins: list[float] | None = None  # of pairs: by how much the better one is to score higher
     ties: list[bool] | None = None  # of pairs: whether neither is better; None: no pair is a tie
-    # [rows][columns], the numbers of single responses; NaN where a row has none
-    targets: list[list[float]] | None = None
+    # float32 [rows, columns], the numbers of single responses; NaN where a row has none
+    targets: Tensor | None = None
 
     def __post_init__(self) -> None:
         columns = (self.prompt_lengths, self.margins, self.ties, self.targets)
@@ -87,16 +90,11 @@ class PreferenceRows:
             begin += count
         return pairs
 
-    def missing(self, columns: Sequence[str]) -> list[str]:
-        """Of the columns of the targets, those without a number in any row."""
-        given = zip(*(self.targets or ()), strict=True)
-        return [name for name, each in zip(columns, given, strict=True) if all(map(isnan, each))]
-
     def losses(self, rows: Sequence[int]) -> int:
-        """The number of what the loss is a mean of: numbers of these rows, or the rows."""
+        """The number of what the loss is a mean of: the rows, or the numbers that they give."""
         if self.targets is None:
             return len(rows)
-        return sum(not isnan(number) for row in rows for number in self.targets[row])
+        return int((~self.targets[list(rows)].isnan()).sum())
 
     def sizes(self, rows: Sequence[int]) -> list[int]:
         """The number of responses of each of these rows."""
@@ -176,9 +174,8 @@ def encode_preferences(
         is_tie = ties or [False] * len(kept)
         decided = [pair for pair, tie in zip(responses, is_tie, strict=True) if not tie]
         _check_differences(rows, decided)
-    return PreferenceRows(
-        responses, prompt_lengths, dropped, margins, ties, _targets(kept, columns.targets)
-    )
+    targets = _targets(kept, columns.targets)
+    return PreferenceRows(responses, prompt_lengths, dropped, margins, ties, targets)
 
 
 def _check_differences(rows: Sequence[Row], responses: list[list[list[int]]]) -> None:
@@ -257,18 +254,16 @@ def _value(row: Row, column: str, kind: tuple[str, Callable[[Any], bool]], key: 
     return value
 
 
-def _targets(rows: Sequence[Row], names: Sequence[str]) -> list[list[float]] | None:
+def _targets(rows: Sequence[Row], names: Sequence[str]) -> Tensor | None:
     """The numbers of each row; DataError if a row has none, or what is no number."""
     if not names:
         return None
     table = []
     for row in rows:
-        if all(row.fields.get(name) is None for name in names):
-            row.require(names[0])
-        given = [name for name in names if row.fields.get(name) is not None]
+        given = [name for name in names if row.fields.get(name) is not None] or names[:1]
         numbers = {name: _value(row, name, _NUMBER, "rm.target_column") for name in given}
-        table.append([float(numbers.get(name, nan)) for name in names])
-    return table
+        table.append([numbers.get(name, math.nan) for name in names])
+    return torch.tensor(table, dtype=torch.float32, device="cpu")
 
 
 def _ranking(row: Row) -> tuple[Prompt, list[str]]:

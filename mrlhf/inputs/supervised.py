@@ -54,12 +54,13 @@ def pairs_and_held_out(
     train_rows, held_out_rows = _split_rows(config, split, prompt_reader(config.rows))
     pairs = _pairs(config, train_rows, tokenizer)
     held_out = _pairs(config, held_out_rows, tokenizer)
-    if pairs is not None and isinstance(config, RewardModelConfig):
-        for column in pairs.missing(config.rm.target_column):
-            raise DataError(
-                f"rm.target_column names {column!r}, and no row to train on has a number there; "
-                f"the first one, {train_rows[0].where}, has {sorted(train_rows[0].fields)}"
-            )
+    if pairs is not None and pairs.targets is not None and isinstance(config, RewardModelConfig):
+        for column, numbers in zip(config.rm.target_column, pairs.targets.T, strict=True):
+            if numbers.isnan().all():
+                raise DataError(
+                    f"rm.target_column names {column!r}, and no row to train on has a number "
+                    f"there; {train_rows[0].where} has {sorted(train_rows[0].fields)}"
+                )
     if pairs is not None and held_out is not None:
         warn_of_shared_rows("data.val_files", _sides(held_out), "data.train_files", _sides(pairs))
     return pairs, held_out

@@ -77,10 +77,12 @@ def estimate(
         found["hand-over"] = _hand_over(config, sizes.sizes[ENGINE], gpu)
         left = room - sizes.total(GENERATION) + sizes.sample_bytes
         at_once = _at_once(config, left, sizes.sample_bytes, lengths)
-        asked = (config.data.gen_batch_size, lengths, at_once)
-        found[GENERATION] = _engine_s(config, specs["actor"], gpu, world_size, *asked)
+        engine = _engine(config, specs["actor"], gpu)
+        prompts = config.data.gen_batch_size / (world_size // config.rollout.tp)
+        found[GENERATION] = _drawing(config, engine, prompts, lengths, at_once)
         if "judge_model" in specs:
-            found["judging"] = _judging(config, specs, sizes, world_size, gpu, lengths, room)
+            judge = _engine(config.of_judge(), specs["judge_model"], gpu)
+            found["judging"] = _judging(config, sizes, judge, world_size, lengths, room)
 
     trained = trained_models(config)
     for name, role in config.roles().items():
@@ -225,34 +227,33 @@ def _gradients(sizes: Footprint, name: str, model: Passes) -> float:
 
 
 def _hand_over(config: PPOConfig, missing: int, gpu: Gpu) -> float:
-    """Move the weights that the engine lacks, in bytes."""
+    """Move the bytes of weights that the engine lacks."""
     return missing / _link(gpu, AxisSizes.of(config.actor).ranks)
 
 
 def _judging(
-    config: PPOConfig,
-    specs: Specs,
-    sizes: Footprint,
-    world_size: int,
-    gpu: Gpu,
-    lengths: Lengths,
-    room: int,
+    config: PPOConfig, sizes: Footprint, engine: Passes, ranks: int, lengths: Lengths, room: int
 ) -> float:
     """Ask the judge about all responses of a step, or about all pairs in both orders.
 
     A message is taken to hold the prompt and what is judged, and an answer half of the most tokens.
     """
     own = config.of_judge()
-    spec = specs["judge_model"]
-    n = config.rollout.n
-    messages = config.data.gen_batch_size * n * (n - 1 if config.judge.compares else 1)
-    shown = lengths.prompt + lengths.response * (2 if config.judge.compares else 1)
-    asked = Lengths(min(shown, own.data.max_prompt_length), own.data.max_response_length / 2)
-    needs = cache_needs(own, spec)
+    shown, others = (2, config.rollout.n - 1) if config.judge.compares else (1, 1)
+    messages = config.data.gen_batch_size * config.rollout.n * others
+    message = min(lengths.prompt + shown * lengths.response, own.data.max_prompt_length)
+    asked = Lengths(message, own.data.max_response_length / 2)
+    needs = cache_needs(own, engine.spec)
     left = room - sizes.total("passes of judge_model") + needs.least
+    moving = _hand_over(own, sizes.sizes["judge engine/params"], engine.gpu)
     at_once = _at_once(own, left, needs.bytes, asked)
-    moving = _hand_over(own, sizes.sizes["judge engine/params"], gpu)
-    return moving + _engine_s(own, spec, gpu, world_size, messages, asked, at_once)
+    return moving + _drawing(own, engine, messages / (ranks // own.rollout.tp), asked, at_once)
+
+
+def _engine(config: PPOConfig, spec: ModelSpec, gpu: Gpu) -> Passes:
+    """The passes of an engine."""
+    tp = config.rollout.tp
+    return Passes(spec, ParallelLayout(tp=tp, etp=tp), gpu, _itemsize(config.actor.dtype, gpu))
 
 
 def _at_once(config: PPOConfig, left: int, sample_bytes: int, lengths: Lengths) -> int:
@@ -261,20 +262,11 @@ def _at_once(config: PPOConfig, left: int, sample_bytes: int, lengths: Lengths) 
     return min(config.rollout.max_num_seqs, max(1, fit))
 
 
-def _engine_s(
-    config: PPOConfig,
-    spec: ModelSpec,
-    gpu: Gpu,
-    world_size: int,
-    prompts: int,
-    lengths: Lengths,
-    at_once: int,
+def _drawing(
+    config: PPOConfig, engine: Passes, prompts: float, lengths: Lengths, at_once: int
 ) -> float:
-    """Answer `prompts` by the engine of `config`, shared by its replicas."""
-    tp = config.rollout.tp
-    layout = ParallelLayout(tp=tp, etp=tp)
-    engine = Passes(spec, layout, gpu, _itemsize(config.actor.dtype, gpu))
-    own = math.ceil(prompts / (world_size // tp))
+    """Answer a replica's prompts."""
+    own = math.ceil(prompts)
     rows = (own, own * config.rollout.n, at_once)
     longest = config.data.max_response_length
     return _generation(engine, *rows, lengths, longest, config.rollout.max_prefill_tokens)

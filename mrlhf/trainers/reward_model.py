@@ -103,7 +103,7 @@ class PreferenceLearning(SupervisedTask[PreferenceRows]):
         total, count = self._measure(data, every, scores)["loss"]
         metrics = {"val/loss": float(total / count)}
         if data.targets is not None:
-            return metrics | fit_of(self._columns, scores, torch.tensor(data.targets).T)
+            return metrics | fit_of(self._columns, scores, data.targets.T)
         lengths = [len(ids) for responses in data.responses for ids in responses]
         quality = quality_of(data.compared(every), scores[0], lengths)
         return metrics | score_moments(scores[0]) | quality
@@ -124,8 +124,7 @@ class PreferenceLearning(SupervisedTask[PreferenceRows]):
     def _measure(self, data: PreferenceRows, rows: Sequence[int], scores: Tensor) -> Measured:
         """The loss of these rows and what is told of it; `scores` [heads, responses] are theirs."""
         if data.targets is not None:
-            targets = torch.tensor([data.targets[row] for row in rows], dtype=torch.float32)
-            wanted = send(targets.T.contiguous(), scores.device)
+            wanted = send(data.targets[list(rows)].T.contiguous(), scores.device)
             errors = torch.where(wanted.isnan(), 0.0, scores - wanted)
             return {"loss": (errors.square().sum(), data.losses(rows))}
 

@@ -188,7 +188,8 @@ def _several(
     optim = {"weight_decay": WEIGHT_DECAY, "adam_eps": EPS, "clip_grad": 0.0}
     betas = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1]}
     trained.attach_optimizer(ScalarOptimSection(lr=LR, **optim, **betas), total_updates=2)
-    targets = [[math.nan if x is None else x for x in row] for row in TARGETS]
+    numbers = [[math.nan if x is None else x for x in row] for row in TARGETS]
+    targets = torch.tensor(numbers)
     rows = PreferenceRows([[ids] for ids in SEQUENCES], [1] * len(targets), 0, targets=targets)
     task = PreferenceLearning(
         RewardLossSection(rows="targets", target_column=[*LABELS]), rows, rows

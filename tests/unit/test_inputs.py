@@ -211,9 +211,7 @@ def test_a_column_without_a_number_in_any_row_is_refused(place):
     assert inputs.pairs.losses(range(10)) == 10 and inputs.held_out is None
     config = supervised(RewardModelConfig, "rated.jsonl", rm__target_column=list("abc"), **changes)
     for read in (read_preference_inputs, lambda config: dry_run(config, 1)):
-        with pytest.raises(
-            MrlhfError, match=r"^rm\.target_column names 'c', and no row .*jsonl:1, "
-        ):
+        with pytest.raises(MrlhfError, match=r"^rm\.target_column names 'c', and no row .*:1 has "):
             read(config)
 
 

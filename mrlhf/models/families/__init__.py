@@ -182,8 +182,7 @@ def _read(config: dict[str, Any], head: Head) -> ModelSpec:
     [kind, *_] = config.get("architectures") or [""]
     if head == "lm" or not str(kind).endswith(_CLASSIFIERS):
         return spec
-    labels = sorted(config["id2label"].items())
-    return replace(spec, labels=tuple(str(name) for _, name in labels))
+    return replace(spec, labels=tuple(label for _, label in sorted(config["id2label"].items())))
 
 
 def with_labels(spec: ModelSpec, labels: Sequence[str]) -> ModelSpec:
@@ -192,8 +191,8 @@ def with_labels(spec: ModelSpec, labels: Sequence[str]) -> ModelSpec:
         return spec
     id2label = dict(enumerate(labels))
     label2id = {label: number for number, label in id2label.items()}
-    named = {"id2label": id2label, "label2id": label2id}
-    named["architectures"] = [family_of(spec).class_name("scalar")]
+    kinds = [family_of(spec).class_name("scalar")]
+    named = {"id2label": id2label, "label2id": label2id, "architectures": kinds}
     return replace(spec, labels=tuple(labels), hf_config={**spec.hf_config, **named})
 
 
