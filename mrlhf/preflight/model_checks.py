@@ -158,7 +158,7 @@ def _spec(config: AnyConfig, name: str) -> ModelSpec | None:
 
 def _labelled(config: AnyConfig, name: str, spec: ModelSpec) -> ModelSpec:
     """A classifier with the labels that it trains; ConfigError if its role cannot use its own."""
-    has = f"{config.roles()[name].path} has the labels {', '.join(spec.labels)}"
+    has = f"{config.roles()[name].path} has the labels {', '.join(spec.labels) or 'none'}"
     if isinstance(config, RewardModelConfig):
         columns = tuple(config.rm.target_column)
         if spec.labels not in ((), columns) and max(spec.outputs, len(columns)) > 1:
