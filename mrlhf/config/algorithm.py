@@ -175,12 +175,16 @@ def _named_again(self: Any) -> list[dict[str, object]]:
     return [{"name": name, "times": names.count(name)} for name in twice]
 
 
-def _unknown_scores(self: Any, reward: Any, rollout: Any) -> list[dict[str, str]]:
+def _unknown_scores(
+    self: Any, reward: Any, rollout: Any, reward_model: Any
+) -> list[dict[str, str]]:
     """The scores for gdpo that no term reports; a user's code tells its own when it is called."""
     if rollout.environment or any(":" in name for name in reward.names):
         return []
-    unknown = [name for name in self.gdpo_reward_keys or () if name not in reward.names]
-    return [{"name": name, "terms": ", ".join(reward.names)} for name in unknown]
+    heads = reward_model.heads if reward_model is not None else ()
+    known = [*reward.names, *(f"reward_model/{head}" for head in heads)]
+    unknown = {*(self.gdpo_reward_keys or ())}.difference(known, heads)
+    return [{"name": name, "terms": ", ".join(known)} for name in sorted(unknown)]
 
 
 def _need_correctness(self: Any, reward: Any, actor: Any, trainer: Any) -> list[dict[str, str]]:

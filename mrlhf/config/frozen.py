@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Files, Positive, Rows, Tokens
+from mrlhf.config.fields import Files, Number, Positive, Rows, Tokens
 from mrlhf.config.reads import KeyPlace, NotRead, ReadIf, read_if
 from mrlhf.config.sections import OffloadFrozen, Recompute, RoleSection
 from mrlhf.rl.names import Combine
@@ -32,8 +32,10 @@ class FrozenSection(RoleSection):
 
 
 class RewardModelSection(FrozenSection):
-    """A frozen classifier with one output (score.weight) that scores responses, or their steps."""
+    """A frozen classifier (score.weight) that scores responses, or their steps."""
 
+    heads: dict[str, Number] = Field(default_factory=dict)
+    """weights of the labels of a model with several, whose sum is the score; empty: it has one"""
     ensemble: Files = Field(default_factory=list)
     """further reward models, as path, which score too; all have this section's layout"""
     combine: Annotated[Combine, _IF_ENSEMBLE] = "mean"

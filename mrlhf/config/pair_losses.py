@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from mrlhf.config.fields import Name, NotNegative, Positive, Rows, Section
+from mrlhf.config.fields import Name, NotNegative, Positive, Rows, Section, Texts
 from mrlhf.config.reads import read_if
 from mrlhf.rl.names import PairLossName, RowKind
 
@@ -24,9 +24,10 @@ class RewardLossSection(Section):
 
     rows: RowKind = "pairs"
     """pairs: chosen and rejected, Bradley-Terry; rankings: responses, the best first, its mean over
-    each two of a prompt; targets: response and a number, squared error"""
-    target_column: Annotated[Name | None, _OF_TARGETS] = None
-    """column of the rows with the number that the score is to equal"""
+    each two of a prompt; targets: response and one or several numbers, squared error"""
+    target_column: Annotated[Texts, _OF_TARGETS] = Field(default_factory=list)
+    """column of the rows with the number that the score is to equal, or a list of columns: the
+    model has a head for each, which learns from the rows that have a number there"""
     tie_column: Annotated[Name | None, _OF_PAIRS] = None
     """column of the rows with true where neither response is better, else false; null: no ties"""
     tie_threshold: Annotated[Positive, _OF_PAIRS, _OF_TIES] = 0.5
@@ -41,8 +42,11 @@ class RewardLossSection(Section):
 
     refused: ClassVar[Rows] = {
         "{rows} needs rm.target_column; name the column with the numbers, such as helpfulness": (
-            lambda self: self.rows == "targets" and self.target_column is None
-        )
+            lambda self: self.rows == "targets" and not self.target_column
+        ),
+        "{target_column} names a column twice; name it once": lambda self: (
+            len({*self.target_column}) < len(self.target_column)
+        ),
     }
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.data.conversations import (
@@ -54,14 +58,15 @@ class ComparedPair:
 
 @dataclass(frozen=True)
 class PreferenceRows:
-    """Tokenised rows: pairs, rankings, or single responses with a number; see `RowKind`."""
+    """Tokenised rows: pairs, rankings, or single responses with numbers; see `RowKind`."""
 
     responses: list[list[list[int]]]  # [rows][responses]: prompt, response and eos, the best first
     prompt_lengths: list[int]  # tokens of the prompt, the first ones of each response
     dropped: int  # number of rows left out because a response was too long
     margins: list[float] | None = None  # of pairs: by how much the better one is to score higher
     ties: list[bool] | None = None  # of pairs: whether neither is better; None: no pair is a tie
-    targets: list[float] | None = None  # the numbers of single responses
+    # float32 [rows, columns], the numbers of single responses; NaN where a row has none
+    targets: Tensor | None = None
 
     def __post_init__(self) -> None:
         columns = (self.prompt_lengths, self.margins, self.ties, self.targets)
@@ -85,6 +90,12 @@ class PreferenceRows:
             begin += count
         return pairs
 
+    def losses(self, rows: Sequence[int]) -> int:
+        """The number of what the loss is a mean of: the rows, or the numbers that they give."""
+        if self.targets is None:
+            return len(rows)
+        return int((~self.targets[list(rows)].isnan()).sum())
+
     def sizes(self, rows: Sequence[int]) -> list[int]:
         """The number of responses of each of these rows."""
         return [len(self.responses[row]) for row in rows]
@@ -103,7 +114,7 @@ class PreferenceColumns:
     kind: RowKind = "pairs"
     margin: str | None = None  # a column with a number
     tie: str | None = None  # a column with true or false
-    target: str | None = None  # a column with a number
+    targets: tuple[str, ...] = ()  # columns with numbers, of which a row has one or more
 
 
 def encode_preferences(
@@ -118,7 +129,7 @@ def encode_preferences(
 
     `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages of which the
     last is the assistant's. Such a list may hold the prompt itself, as in TRL. A ranking has
-    `responses`, a list of strings, and a row with a number a `response`. A row is never truncated,
+    `responses`, a list of strings, and a row with numbers a `response`. A row is never truncated,
     because the reward is read at eos: if a response has more than `max_length` tokens, the row is
     refused, or dropped and counted.
 
@@ -163,7 +174,7 @@ def encode_preferences(
         is_tie = ties or [False] * len(kept)
         decided = [pair for pair, tie in zip(responses, is_tie, strict=True) if not tie]
         _check_differences(rows, decided)
-    targets = _column(kept, columns.target, _NUMBER, "rm.target_column")
+    targets = _targets(kept, columns.targets)
     return PreferenceRows(responses, prompt_lengths, dropped, margins, ties, targets)
 
 
@@ -230,18 +241,29 @@ def _column(
     rows: Sequence[Row], column: str | None, kind: tuple[str, Callable[[Any], bool]], key: str
 ) -> list[Any] | None:
     """The values of a column, which `key` names; DataError if one is missing or of another kind."""
-    if column is None:
-        return None
+    return None if column is None else [_value(row, column, kind, key) for row in rows]
+
+
+def _value(row: Row, column: str, kind: tuple[str, Callable[[Any], bool]], key: str) -> Any:
     words, fits = kind
-    values = []
+    value = row.require(column)
+    if not fits(value):
+        raise DataError(
+            f"{row.where}: {column!r} must be {words}, since {key} names it; found {value!r:.40}"
+        )
+    return value
+
+
+def _targets(rows: Sequence[Row], names: Sequence[str]) -> Tensor | None:
+    """The numbers of each row; DataError if a row has none, or what is no number."""
+    if not names:
+        return None
+    table = []
     for row in rows:
-        values.append(row.require(column))
-        if not fits(values[-1]):
-            raise DataError(
-                f"{row.where}: {column!r} must be {words}, since {key} names it; "
-                f"found {values[-1]!r:.40}"
-            )
-    return values
+        given = [name for name in names if row.fields.get(name) is not None] or names[:1]
+        numbers = {name: _value(row, name, _NUMBER, "rm.target_column") for name in given}
+        table.append([numbers.get(name, math.nan) for name in names])
+    return torch.tensor(table, dtype=torch.float32, device="cpu")
 
 
 def _ranking(row: Row) -> tuple[Prompt, list[str]]:

@@ -38,8 +38,21 @@ def examples_and_held_out(
     train_rows, held_out_rows = _split_rows(config, split)
     examples = _encoded(config, "data.train_files", train_rows, tokenizer)
     held_out = _encoded(config, "data.val_files", held_out_rows, tokenizer)
+    _check_targets(config, examples, train_rows)
     warn_of_shared_rows("data.val_files", _tokens(held_out), "data.train_files", _tokens(examples))
     return examples, held_out
+
+
+def _check_targets(config: AnySupervised, examples: Any, rows: Sequence[Row]) -> None:
+    """Refuse a column of numbers without any in the rows to train on."""
+    if not isinstance(config, RewardModelConfig) or not rows or examples.targets is None:
+        return
+    for column, numbers in zip(config.rm.target_column, examples.targets.T, strict=True):
+        if numbers.isnan().all():
+            raise DataError(
+                f"rm.target_column names {column!r}, and no row to train on has a number there; "
+                f"{rows[0].where} has {sorted(rows[0].fields)}"
+            )
 
 
 def _split_rows(config: AnySupervised, split: bool) -> tuple[list[Row], list[Row]]:
@@ -88,7 +101,7 @@ def _pairs(config: PreferenceConfig, rows: Sequence[Row], tokenizer: Tokenizer) 
     columns = PreferenceColumns()
     if isinstance(config, RewardModelConfig):
         rm = config.rm
-        columns = PreferenceColumns(rm.rows, rm.margin_column, rm.tie_column, rm.target_column)
+        columns = PreferenceColumns(rm.rows, rm.margin_column, rm.tie_column, (*rm.target_column,))
     pairs = encode_preferences(
         rows,
         tokenizer,

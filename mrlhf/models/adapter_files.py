@@ -23,6 +23,7 @@ from mrlhf.data.hub import repository_of
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of
+from mrlhf.models.families.dense_weights import SCALAR_HEAD
 from mrlhf.models.lora import A, B, is_adapter, trained_shapes
 from mrlhf.models.spec import Lora, ModelSpec
 from mrlhf.weights.hf import FileOptions, read_tensors, write_weights
@@ -283,6 +284,13 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
         ranks=tuple(settings.rank_pattern.items()),
         alphas=tuple(settings.alpha_pattern.items()),
     )
+
+
+def stored_labels(directory: Path) -> list[str]:
+    """Labels for several rows of a head in a directory of peft, which names none."""
+    head = _stored(directory).tensors.get(PREFIX + SCALAR_HEAD)
+    rows = 1 if head is None else head.shape[0]
+    return [] if rows == 1 else [f"LABEL_{row}" for row in range(rows)]
 
 
 def _layers_in(directory: Path, stored: Iterable[str]) -> set[str]:

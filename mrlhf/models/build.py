@@ -6,11 +6,13 @@ this file knows no family, no optimizer and no data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
@@ -40,7 +42,7 @@ class BuiltModel(NamedTuple):
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
         chunks: a GPTModel for each virtual stage of the rank, wrapped in a Float16Module if its
-            dtype is bfloat16. The model's last one gives hidden states, or one number for each
+            dtype is bfloat16. The model's last one gives hidden states, or the numbers of each
             token, in its dtype.
     """
 
@@ -141,8 +143,9 @@ def _build_chunk(
 ) -> torch.nn.Module:
     """Build the chunk of virtual stage `number` of this rank."""
     layout = groups.layout
-    model_class = GPTHiddenModel if spec.head == "lm" else GPTScalarModel
-    model = model_class(
+    scalar = partial(GPTScalarModel, outputs=spec.outputs)
+    make: Callable[..., GPTModel] = GPTHiddenModel if spec.head == "lm" else scalar
+    model = make(
         config=config,
         transformer_layer_spec=family_of(spec).decoder_spec(spec, chunk, transformer_engine),
         vocab_size=spec.padded_vocab(layout.tp),

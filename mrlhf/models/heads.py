@@ -1,8 +1,8 @@
 """The heads of a model's last stage, which do not give whole logits.
 
 A language model gives the hidden states that its output layer is applied to; a value or reward
-model gives one number for each token. Only the head differs from megatron-core's GPTModel. This
-file does not know losses, or what is done with hidden states.
+model gives one or a few numbers for each token. Only the head differs from megatron-core's
+GPTModel. This file does not know losses, or what is done with hidden states.
 """
 
 from __future__ import annotations
@@ -66,15 +66,17 @@ class GPTHiddenModel(GPTModel):
 
 
 class ScalarHead(torch.nn.Module):
-    """[seq_len, micro_batch, hidden] -> [seq_len, micro_batch, 1], on every tensor-parallel rank.
+    """[seq_len, micro_batch, hidden] -> [seq_len, micro_batch, outputs], on every rank of tp.
 
     A new head is zero, so a model without a trained head predicts zero everywhere, in any layout.
     """
 
-    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+    def __init__(
+        self, config: TransformerConfig, outputs: int, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+            torch.zeros(outputs, config.hidden_size, dtype=config.params_dtype)
         )
         # Under sequence parallelism each rank sees its own tokens, and megatron-core sums the
         # gradients of parameters with this mark over the group.
@@ -94,13 +96,15 @@ class ScalarHead(torch.nn.Module):
 
 
 class GPTScalarModel(GPTModel):
-    """A GPTModel whose last stage ends in a ScalarHead and gives [micro_batch, seq_len, 1]."""
+    """A GPTModel whose last stage ends in a ScalarHead: [micro_batch, seq_len, outputs]."""
 
-    def __init__(self, *, config: TransformerConfig, vocab_size: int, **arguments: Any) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, vocab_size: int, outputs: int, **arguments: Any
+    ) -> None:
         if arguments["post_process"] and not arguments["pre_process"]:
             # A last stage has no embedding. Make the output layer, which is replaced below, as
             # small as possible.
             vocab_size = config.tensor_model_parallel_size
         super().__init__(config=config, vocab_size=vocab_size, **arguments)
         if self.post_process:
-            self.output_layer = ScalarHead(config, self.pg_collection.tp)
+            self.output_layer = ScalarHead(config, outputs, self.pg_collection.tp)

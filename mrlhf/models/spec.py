@@ -203,7 +203,7 @@ class ModelSpec:
     """A Llama-like decoder, dense or with mixtures of experts."""
 
     family: str  # Hugging Face `model_type`; `families.family_of` gives the family
-    head: Head  # "lm": logits over the vocabulary; "scalar": one number for each token
+    head: Head  # "lm": logits over the vocabulary; "scalar": one or a few numbers for each token
     vocab_size: int  # rows of the embedding, unpadded
     hidden_size: int  # width of the residual stream
     ffn_size: int  # width of the gated MLP of a dense layer
@@ -246,11 +246,17 @@ class ModelSpec:
     output_gate: bool = False  # q_proj gives a gate too, by whose sigmoid attention is multiplied
     lora: Lora | None = None  # None if all weights are those of the checkpoint
     frozen: frozenset[str] = frozenset()  # tensors of the base that do not train; see `freezing`
+    labels: tuple[str, ...] = ()  # names of a scalar model's numbers; empty: one without a name
 
     @property
     def output_is_embedding(self) -> bool:
         """Whether the output layer has no tensor of its own."""
         return self.head == "lm" and self.tied_embeddings
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a scalar model gives for each token."""
+        return len(self.labels) or 1
 
     @property
     def pad_id(self) -> int | None:

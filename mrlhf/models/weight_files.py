@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from mrlhf.errors import WeightError
 from mrlhf.models.families import family_of, stated_spec
 from mrlhf.models.spec import ModelSpec
@@ -50,10 +53,10 @@ def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_h
     return not read_weights(path, slots, expected_tensors(spec, needs_head))
 
 
-def head_bias(path: str | Path) -> float:
-    """The bias of the head of a token classifier in `path`; 0 if it has none."""
+def head_bias(path: str | Path) -> Tensor:
+    """The bias of the head of a token classifier in `path`, [outputs]; one 0 if it has none."""
     bias = survey(Path(path)).tensors.get(_BIAS)
-    return 0.0 if bias is None else float(read_tensor(bias))
+    return torch.zeros(1) if bias is None else read_tensor(bias).float()
 
 
 def expected_tensors(spec: ModelSpec, with_bias: bool = False) -> ExpectedTensors:
@@ -87,13 +90,14 @@ def _check_head(stored: ModelFiles, spec: ModelSpec) -> None:
         found = f"; {heads[0]} is no head that transformers loads" if heads else ""
         raise WeightError(
             f"{stored.directory}: no {family.scalar_head}, so the model cannot score{found}; give "
-            f"a {family.class_name('scalar')} with one label, such as train_rm writes"
+            f"a {family.class_name('scalar')}, such as train_rm writes"
         )
 
     for name in names:
         shape = stored.tensors[name].shape
-        if shape != (1, spec.hidden_size):
+        if shape != (spec.outputs, spec.hidden_size):
             raise WeightError(
-                f"{stored.directory}: {name} is {list(shape)} and not [1, {spec.hidden_size}]; a "
-                "reward model has one label"
+                f"{stored.directory}: {name} is {list(shape)} and not [{spec.outputs}, "
+                f"{spec.hidden_size}]; config.json should have as many labels, in id2label, and "
+                "architectures with a classifier"
             )

@@ -14,12 +14,14 @@ from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
 from mrlhf.config.sections import Dtype
 from mrlhf.device import dtype_on
 from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.planning.gpus import STATED, Gpu
 from mrlhf.planning.passes import Passes, Work
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.footprint import ENGINE, GENERATION, Footprint, Specs, update_of
+from mrlhf.preflight.model_checks import cache_needs
 
 _GRADIENT = 4  # bytes
 # A gradient is zeroed, added to, read for the norm, and clipped: it goes through memory so often.
@@ -72,25 +74,22 @@ def estimate(
     at_once = 0
     samples = _samples(config)
     if isinstance(config, PPOConfig):
+        found["hand-over"] = _hand_over(config, sizes.sizes[ENGINE], gpu)
         left = room - sizes.total(GENERATION) + sizes.sample_bytes
-        at_once = int(left * config.data.max_length / (sizes.sample_bytes * lengths.total))
-        at_once = min(config.rollout.max_num_seqs, max(1, at_once))
-        found["hand-over"] = _hand_over(config, sizes, gpu)
-        tp = config.rollout.tp
-        itemsize = _itemsize(config.actor.dtype, gpu)
-        engine = Passes(specs["actor"], ParallelLayout(tp=tp, etp=tp), gpu, itemsize)
-        prompts = math.ceil(config.data.gen_batch_size / (world_size // tp))
-        rows = (prompts, prompts * config.rollout.n, at_once)
-        longest = config.data.max_response_length
-        prefill = config.rollout.max_prefill_tokens
-        found[GENERATION] = _generation(engine, *rows, lengths, longest, prefill)
+        at_once = _at_once(config, left, sizes.sample_bytes, lengths)
+        engine = _engine(config, specs["actor"], gpu)
+        prompts = config.data.gen_batch_size / (world_size // config.rollout.tp)
+        found[GENERATION] = _drawing(config, engine, prompts, lengths, at_once)
+        if "judge_model" in specs:
+            judge = _engine(config.of_judge(), specs["judge_model"], gpu)
+            found["judging"] = _judging(config, sizes, judge, world_size, lengths, room)
 
     trained = trained_models(config)
     for name, role in config.roles().items():
         spec = specs[name]
         layout = ParallelLayout.for_world(name, world_size, AxisSizes.of(role))
         model = Passes(spec, layout, gpu, _itemsize(role.dtype, gpu))
-        if isinstance(config, PPOConfig):
+        if isinstance(config, PPOConfig) and name != "judge_model":
             scoring = _passes(model, role.micro_batch_tokens, lengths, samples, 1)
             found["scoring"] = found.get("scoring", 0.0) + _scorings(config, name) * scoring
         if name in trained:
@@ -227,9 +226,50 @@ def _gradients(sizes: Footprint, name: str, model: Passes) -> float:
     return exchanging + gpu.memory_s(touched + _GRADIENT_TOUCHED * gradients)
 
 
-def _hand_over(config: PPOConfig, sizes: Footprint, gpu: Gpu) -> float:
-    """Move the weights that the engine lacks."""
-    return sizes.sizes[ENGINE] / _link(gpu, AxisSizes.of(config.actor).ranks)
+def _hand_over(config: PPOConfig, missing: int, gpu: Gpu) -> float:
+    """Move the bytes of weights that the engine lacks."""
+    return missing / _link(gpu, AxisSizes.of(config.actor).ranks)
+
+
+def _judging(
+    config: PPOConfig, sizes: Footprint, engine: Passes, ranks: int, lengths: Lengths, room: int
+) -> float:
+    """Ask the judge about all responses of a step, or about all pairs in both orders.
+
+    A message is taken to hold the prompt and what is judged, and an answer half of the most tokens.
+    """
+    own = config.of_judge()
+    shown, others = (2, config.rollout.n - 1) if config.judge.compares else (1, 1)
+    messages = config.data.gen_batch_size * config.rollout.n * others
+    message = min(lengths.prompt + shown * lengths.response, own.data.max_prompt_length)
+    asked = Lengths(message, own.data.max_response_length / 2)
+    needs = cache_needs(own, engine.spec)
+    left = room - sizes.total("passes of judge_model") + needs.least
+    moving = _hand_over(own, sizes.sizes["judge engine/params"], engine.gpu)
+    at_once = _at_once(own, left, needs.bytes, asked)
+    return moving + _drawing(own, engine, messages / (ranks // own.rollout.tp), asked, at_once)
+
+
+def _engine(config: PPOConfig, spec: ModelSpec, gpu: Gpu) -> Passes:
+    """The passes of an engine."""
+    tp = config.rollout.tp
+    return Passes(spec, ParallelLayout(tp=tp, etp=tp), gpu, _itemsize(config.actor.dtype, gpu))
+
+
+def _at_once(config: PPOConfig, left: int, sample_bytes: int, lengths: Lengths) -> int:
+    """Responses that an engine draws together, in `left` bytes for a cache."""
+    fit = int(left * config.data.max_length / (sample_bytes * lengths.total))
+    return min(config.rollout.max_num_seqs, max(1, fit))
+
+
+def _drawing(
+    config: PPOConfig, engine: Passes, prompts: float, lengths: Lengths, at_once: int
+) -> float:
+    """Answer a replica's prompts."""
+    own = math.ceil(prompts)
+    rows = (own, own * config.rollout.n, at_once)
+    longest = config.data.max_response_length
+    return _generation(engine, *rows, lengths, longest, config.rollout.max_prefill_tokens)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,13 @@ from pathlib import Path
 import torch
 
 from mrlhf.checkpoint.frozen import check_base
-from mrlhf.config.roots import AnyConfig, PPOConfig, is_reward_model, section_of
+from mrlhf.config.roots import (
+    AnyConfig,
+    PPOConfig,
+    RewardModelConfig,
+    is_reward_model,
+    section_of,
+)
 from mrlhf.config.sections import ActorSection, RoleSection, RouterSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
@@ -30,7 +36,7 @@ from mrlhf.inference.sizes import (
 )
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
-from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.families import family_of, load_spec, with_labels
 from mrlhf.models.lora import without_adapters
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.published import published_model
@@ -142,9 +148,37 @@ def _spec(config: AnyConfig, name: str) -> ModelSpec | None:
         return load_spec(place, head)
 
     spec = spec_of_role(role.model_copy(update={"path": str(place)}), head)
+    if head == "scalar":
+        spec = _labelled(config, name, spec)
     adapter = role.directories().get("lora.path")
     if adapter is not None and is_here:
         check_adapter(adapter, spec)
+    return spec
+
+
+def _labelled(config: AnyConfig, name: str, spec: ModelSpec) -> ModelSpec:
+    """A classifier with the labels that it trains; ConfigError if its role cannot use its own."""
+    has = f"{config.roles()[name].path} has the labels {', '.join(spec.labels) or 'none'}"
+    if isinstance(config, RewardModelConfig):
+        columns = tuple(config.rm.target_column)
+        if spec.labels not in ((), columns) and max(spec.outputs, len(columns)) > 1:
+            raise ConfigError(
+                f"{has}, and rm.target_column names {', '.join(columns) or 'none'}; name the same "
+                "ones in this order, or begin with a language model"
+            )
+        return with_labels(spec, columns)
+
+    heads = config.value_of("reward_model.heads") if is_reward_model(name) else ()
+    unknown = [head for head in heads if head not in spec.labels]
+    if unknown:
+        raise ConfigError(f"reward_model.heads names {unknown[0]}, and {has}")
+    if spec.outputs > 1 and not is_reward_model(name):
+        raise ConfigError(f"{has}, and a critic gives one number; name a language model")
+    if spec.outputs > 1 and not heads:
+        raise ConfigError(
+            f"{has}; give the weights of those that score in reward_model.heads, such as "
+            f"{{{spec.labels[0]}: 1}}"
+        )
     return spec
 
 

@@ -95,10 +95,10 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
     for name, role in config.roles().items():
         sizes = AxisSizes.of(role)
         virtual = f", {role.vpp} virtual stages a rank" if role.vpp > 1 else ""
-        yield (
-            f"  {name:<12} {sizes} x dp {sizes.dp(world_size)}{virtual}, {role.micro_batch_tokens} "
-            "tokens a micro-batch"
-        )
+        work = f"{role.micro_batch_tokens} tokens a micro-batch"
+        if name == "judge_model":
+            work = "native engine"
+        yield f"  {name:<12} {sizes} x dp {sizes.dp(world_size)}{virtual}, {work}"
     if isinstance(config, PPOConfig):
         rollout = config.rollout
         replicas = count(world_size // rollout.tp, "replica")

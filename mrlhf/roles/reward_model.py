@@ -1,4 +1,4 @@
-"""The reward model: a frozen model with a scalar head that scores whole responses, or their steps.
+"""The reward model: a frozen classifier that scores whole responses, or their steps.
 
 Of a whole response it scores the token that transformers' sequence classifiers score: the last one
 that is not `pad_token_id` of the model's `config.json`, and the last one of all where that is null.
@@ -9,7 +9,7 @@ a score is used for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout, Sequences
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.packs import Pack
 from mrlhf.rl.ensembles import combine_scores, spread_of
 from mrlhf.rl.names import Combine
 from mrlhf.training.engine import ModelEngine
@@ -34,16 +35,18 @@ class RewardModel:
 
     def __init__(
         self,
-        members: Sequence[tuple[ModelEngine, float]],
+        members: Sequence[tuple[ModelEngine, Tensor]],
         combine: Combine = "mean",
         coefficient: float = 1.0,
         ends: Sequence[int] = (),
         answered: Sequence[tuple[list[int], list[int]]] = (),
+        heads: Mapping[str, float] | None = None,
     ) -> None:
         """Take the model, or an ensemble and how its scores become one.
 
-        Each member comes with the bias of its head. The mean score of `answered`, the tokens of
-        prompts and of their reference answers, becomes 0.
+        Each member comes with the bias of its head, [outputs]. The mean score of `answered`, the
+        tokens of prompts and of their reference answers, becomes 0. A member's score is its only
+        number, or the sum of those that `heads` names, by their weights there.
         """
         self.engines = [engine for engine, _ in members]
         self.ends = torch.tensor(ends, dtype=torch.int32)
@@ -51,24 +54,40 @@ class RewardModel:
         self._combine = combine
         self._coefficient = coefficient
         self._answered = answered
+        self._heads = heads or {}
         # Each member's mean score of the reference answers, once it is measured. A checkpoint keeps
         # them, since another layout rounds otherwise.
         self.reference_means: list[float] | None = None
 
-    def score(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+    def score(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """The score of each response, by its last context; float32 [batch] on every rank.
 
-        The second table has the standard deviation over the members of an ensemble.
+        Further numbers by name: those of each head that is named, the mean over the members of an
+        ensemble, and the standard deviation of the members' scores, `std`.
         """
         sequences = self.engines[0].groups.machine.compute_on_leader(
             lambda: rollout.sequences().last_of_rows()
         )
-        each = torch.stack(
-            [score_sequences(engine, sequences) + bias for engine, bias in self._members]
-        )
+        numbers = [
+            self._chosen(engine, score_sequences(engine, sequences) + bias[:, None])
+            for engine, bias in self._members
+        ]
+        further = dict(zip(self._heads, torch.stack(numbers).mean(0), strict=False))
+        each = torch.stack([self._sum(chosen) for chosen in numbers])
         if self._answered:
             each -= torch.tensor(self._means_of_references())[:, None]
-        return self._combined(each), None if len(each) == 1 else spread_of(each)
+        if len(each) > 1:
+            further["std"] = spread_of(each)
+        return self._combined(each), further
+
+    def _chosen(self, engine: ModelEngine, outputs: Tensor) -> Tensor:
+        """The numbers of the heads that count, [outputs, ...] -> [heads, ...]."""
+        return outputs[list(map(engine.spec.labels.index, self._heads))] if self._heads else outputs
+
+    def _sum(self, chosen: Tensor) -> Tensor:
+        """The weighted sum of a member's numbers, [heads, ...] -> [...]."""
+        weights = torch.tensor([*self._heads.values()] or [1.0], dtype=torch.float64)
+        return torch.tensordot(weights, chosen.double(), dims=1).float()
 
     def _means_of_references(self) -> list[float]:
         """Each member's mean score of the reference answers, which is measured once.
@@ -79,8 +98,9 @@ class RewardModel:
         if self.reference_means is None:
             means = []
             for engine, bias in self._members:
-                scores = [bias + score_sequences(engine, part) for part in self._reference_parts()]
-                means.append(float(torch.cat(scores).double().mean()))
+                parts = [score_sequences(engine, part) for part in self._reference_parts()]
+                outputs = torch.cat(parts, dim=1) + bias[:, None]
+                means.append(float(self._sum(self._chosen(engine, outputs)).double().mean()))
             self.reference_means = means
             shown = ", ".join(f"{mean:.4g}" for mean in means)
             logger.info("the mean score of the reference answers was %s, and is 0 now", shown)
@@ -111,7 +131,8 @@ class RewardModel:
         tables = []
         for engine, bias in self._members:
             packs = engine.cut(sequences, "response").packs
-            tables.append(engine.per_token(packs, rollout.shape, _scalar_output)[0] + bias)
+            outputs = _per_token(engine, packs, rollout.shape) + bias[:, None, None]
+            tables.append(self._sum(self._chosen(engine, outputs)))
         ends = torch.isin(rollout.response_ids, self.ends) & rollout.loss_mask
         return self._combined(torch.stack(tables)) * ends
 
@@ -125,7 +146,7 @@ class RewardModel:
 def score_sequences(
     engine: ModelEngine, sequences: Sequences, together: int | Sequence[int] = 1
 ) -> Tensor:
-    """The score of each sequence, float32 [batch] on every rank's host.
+    """The numbers of each sequence, float32 [outputs, batch] on every rank's host.
 
     The engine's model has a scalar head. `together` is as in `cut_mini_batches`.
     """
@@ -133,7 +154,12 @@ def score_sequences(
         lambda: up_to_scored(sequences, engine.spec), shared=(sequences, sequences.token_ids)
     )
     cut = engine.cut(scored, "last", together=together)
-    return engine.per_token(cut.packs, (len(sequences), 1), _scalar_output)[0, :, 0]
+    return _per_token(engine, cut.packs, (len(sequences), 1))[:, :, 0]
+
+
+def _per_token(engine: ModelEngine, packs: Sequence[Pack], shape: tuple[int, int]) -> Tensor:
+    """The model's numbers at every selected position, as `ModelEngine.per_token`."""
+    return engine.per_token(packs, shape, lambda output, number: output.T, engine.spec.outputs)
 
 
 def up_to_scored(sequences: Sequences, spec: ModelSpec) -> Sequences:
@@ -160,7 +186,3 @@ def with_pad_token(spec: ModelSpec, pad_id: int, ids: Collection[int]) -> ModelS
     if own in ids:
         return spec
     return replace(spec, hf_config={**spec.hf_config, "pad_token_id": pad_id})
-
-
-def _scalar_output(output: Tensor, number: int) -> Tensor:
-    return output[:, 0][None]

@@ -131,10 +131,9 @@ class Scorer:
             given[REWARD_MODEL] = [0.0] * len(rollout)
             further[f"{REWARD_MODEL}/{PLACED}"] = steps.double().sum(dim=1).tolist()
         elif self.reward_model is not None:
-            scores, spread = self.reward_model.score(rollout)
+            scores, own = self.reward_model.score(rollout)
             given[REWARD_MODEL] = scores.tolist()
-            if spread is not None:
-                further[f"{REWARD_MODEL}/std"] = spread.tolist()
+            further |= {f"{REWARD_MODEL}/{name}": each.tolist() for name, each in own.items()}
         if rollout.episodes is not None and ENVIRONMENT in self.function.external:
             given[ENVIRONMENT] = [episode.score or 0.0 for episode in rollout.episodes]
             further |= _numbers_of(rollout.episodes)

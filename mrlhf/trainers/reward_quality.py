@@ -1,4 +1,4 @@
-"""What a reward model is worth on held-out pairs: how often, how surely and by what it is right.
+"""What a reward model is worth on held-out rows: how often, how surely and by what it is right.
 
 It knows scores and lengths, and neither models nor the loss.
 """
@@ -21,10 +21,26 @@ PAYS_FOR_LENGTH = 0.1
 """By how much more often than people do a model prefers the longer response before it is named."""
 
 
-def score_moments(scores: Tensor) -> dict[str, float]:
+def score_moments(scores: Tensor, name: str = "score") -> dict[str, float]:
     """The mean and the standard deviation of the scores, which PPO should expect."""
     std = float(scores.double().std(unbiased=False))
-    return {"val/score/mean": float(scores.double().mean()), "val/score/std": std}
+    return {f"val/{name}/mean": float(scores.double().mean()), f"val/{name}/std": std}
+
+
+def fit_of(names: Sequence[str], scores: Tensor, targets: Tensor) -> dict[str, float]:
+    """Measure the scores of each head against its targets, [heads, rows], NaN where there is none.
+
+    The correlation is Pearson's; it is left out if all scores, or all targets, are equal.
+    """
+    metrics: dict[str, float] = {}
+    for name, own, wanted in zip(names, scores.double(), targets.double(), strict=True):
+        metrics |= score_moments(own, "score" if len(names) == 1 else f"score/{name}")
+        both = torch.stack([own, wanted])[:, ~wanted.isnan()]
+        if both.numel():
+            metrics[f"val/squared_error/{name}"] = float((both[0] - both[1]).square().mean())
+        if len(both.T) > 1 and float(both.std(1).min()) > 0:
+            metrics[f"val/correlation/{name}"] = float(torch.corrcoef(both)[0, 1])
+    return metrics
 
 
 def quality_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,11 @@ import transformers
 from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout, Sequences
+from mrlhf.config.critic import ScalarOptimSection
 from mrlhf.config.frozen import RewardModelSection
+from mrlhf.config.pair_losses import RewardLossSection
+from mrlhf.config.roots import TrainedModelSection
+from mrlhf.data.preferences import PreferenceRows
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import ModelSpec
@@ -22,9 +28,18 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.roles.reward_model import RewardModel, score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.export import ExportedModel, export_checkpoint
+from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
 from tests.oracle.plain_models import SIZES
+from tests.oracle.plain_optimizer import (
+    BETAS,
+    EPS,
+    LR,
+    WEIGHT_DECAY,
+    differentiate,
+    make_optimizer,
+)
 from tests.padding import pad_responses
 from tests.ranks import run_ranks
 from tests.rollouts import make_rollout, with_holes
@@ -34,6 +49,20 @@ from tests.tiny_task import write_tiny_task
 EOS = 2
 FREQUENT = 7  # a token of the text
 STEPS = "steps"  # a token classifier with one label, and a bias
+SEVERAL = ("several", "other heads")
+LABELS = ("helpfulness", "correctness", "verbosity")
+WEIGHTS = {"verbosity": -0.5, "helpfulness": 2.0}  # in another order than the labels
+# The numbers of each sequence for the labels in training; None where it has none.
+TARGETS = [
+    [3.0, None, 1.0],
+    [None, 0.5, None],
+    [2.0, 2.0, 2.0],
+    [-1.0, None, None],
+    [None, None, 0.0],
+    [1.5, -2.0, None],
+    [None, 1.0, 1.0],
+    [0.0, 3.0, None],
+]
 STATED_PADS = {"null": None, "eos": EOS, "other": 0, "frequent": FREQUENT, "negative": -1}
 TOKENIZER_PADS = {"none": None, "end": "eos", "own": "pad"}
 # What the exported config.json says, by the reward model's own pad and the tokenizer's.
@@ -47,6 +76,7 @@ EXPORTED = {
     ("eos", "own"): EOS,
     ("negative", "none"): EOS,
 }
+STEP_ROWS = [(0, 1, 2, 4, 6), (3, 5, 7, 1)]
 SEQUENCES = [
     [5, 9, 11, EOS],
     [5, 9, 11, EOS, EOS, EOS],
@@ -67,6 +97,14 @@ def _save_models(root: Path) -> None:
         )
         model = transformers.AutoModelForSequenceClassification.from_config(config)
         model.save_pretrained(root / name)
+    config.pad_token_id = None  # a padding token would learn nothing there
+    for name in SEVERAL:
+        label2id = {label: number for number, label in enumerate(LABELS)}
+        config.id2label = {number: label for label, number in label2id.items()}
+        config.label2id = label2id
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained(root / name)
+    config.num_labels = 1
     steps = transformers.AutoModelForTokenClassification.from_config(config)
     torch.nn.init.constant_(steps.score.bias, 0.75)
     steps.save_pretrained(root / STEPS)
@@ -84,15 +122,18 @@ def _save_tokenizers(root: Path) -> None:
 
 
 def _theirs(path: Path, pad: int | None) -> Tensor:
-    """transformers' scores, in one padded batch where it can, and one at a time where it cannot."""
+    """transformers' scores, in one padded batch where it can, and one at a time where it cannot.
+
+    Those of a model with several heads are [sequences, heads].
+    """
     model = transformers.AutoModelForSequenceClassification.from_pretrained(path)
     with torch.no_grad():
-        alone = [model(torch.tensor([tokens])).logits[0, 0] for tokens in SEQUENCES]
+        alone = [model(torch.tensor([tokens])).logits[0].squeeze() for tokens in SEQUENCES]
         if pad is not None and pad >= 0:
             width = max(map(len, SEQUENCES))
             padded = [tokens + [pad] * (width - len(tokens)) for tokens in SEQUENCES]
             mask = [[1] * len(tokens) + [0] * (width - len(tokens)) for tokens in SEQUENCES]
-            scores = model(torch.tensor(padded), attention_mask=torch.tensor(mask)).logits[:, 0]
+            scores = model(torch.tensor(padded), attention_mask=torch.tensor(mask)).logits.squeeze()
             torch.testing.assert_close(scores, torch.stack(alone), rtol=0, atol=1e-5)
     return torch.stack(alone)
 
@@ -108,7 +149,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
             spec = load_spec(section.path, "scalar")
             engine = ModelEngine(section, spec, groups, CPU)
             engine.load(section.path, seed=0, needs_head=True)
-            scores[f"{name} tp {tp}"] = score_sequences(engine, _flat(SEQUENCES)).tolist()
+            scores[f"{name} tp {tp}"] = score_sequences(engine, _flat(SEQUENCES))[0].tolist()
             for tokenizer in TOKENIZER_PADS:
                 if (name, tokenizer) in EXPORTED:
                     _export(engine, tokenizer, Path(root) / f"{name}-{tokenizer}-tp{tp}", scores)
@@ -118,7 +159,46 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
         engine.load(section.path, seed=0, needs_head=True)
         model = RewardModel([(engine, head_bias(section.path))], ends=[FREQUENT, EOS])
         scores[f"{STEPS} tp {tp}"] = model.step_scores(_steps_rollout()).tolist()
+    for name, sizes in {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {}}.items():
+        _several(name, sizes, Path(root), factory, scores)
     return scores
+
+
+def _several(
+    name: str, sizes: dict[str, int], root: Path, factory: GroupFactory, scores: dict[str, Any]
+) -> None:
+    """Score with an ensemble of models with three heads, then train one of them and export it."""
+    layout = ParallelLayout(**{"tp": 1, "pp": 1, **sizes, "dp": 1 if sizes else 2})
+    groups = factory.role_groups(layout)
+    keys: dict[str, Any] = {"dtype": "float32", "micro_batch_tokens": 16, **sizes}
+    engines = []
+    for model in SEVERAL:
+        section = TrainedModelSection(path=f"{root}/{model}", **keys)
+        engine = ModelEngine(section, load_spec(section.path, "scalar"), groups, CPU)
+        engine.load(section.path, seed=0, needs_head=True)
+        engines.append(engine)
+
+    members = [(engine, head_bias(engine.path)) for engine in engines]
+    total, further = RewardModel(members, "min", heads=WEIGHTS).score(_steps_rollout())
+    scores[f"{name} raw"] = score_sequences(engines[0], _flat(SEQUENCES)).T.tolist()
+    scores[f"{name} total"] = total.tolist()
+    scores[f"{name} further"] = {key: column.tolist() for key, column in further.items()}
+
+    trained = engines[0]
+    optim = {"weight_decay": WEIGHT_DECAY, "adam_eps": EPS, "clip_grad": 0.0}
+    betas = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1]}
+    trained.attach_optimizer(ScalarOptimSection(lr=LR, **optim, **betas), total_updates=2)
+    numbers = [[math.nan if x is None else x for x in row] for row in TARGETS]
+    targets = torch.tensor(numbers)
+    rows = PreferenceRows([[ids] for ids in SEQUENCES], [1] * len(targets), 0, targets=targets)
+    task = PreferenceLearning(
+        RewardLossSection(rows="targets", target_column=[*LABELS]), rows, rows
+    )
+    steps = [task.step(trained, some) for some in STEP_ROWS]
+    scores[f"{name} losses"] = [metrics["rm/loss"] for metrics in steps]
+    scores[f"{name} told"] = task.validate(trained)
+    tokenizer = load_tokenizer(root / "tokenizer-own")
+    export_checkpoint(ExportedModel(trained, tokenizer, max_shard_mb=100), root / f"{name}-trained")
 
 
 def _steps_rollout() -> Rollout:
@@ -145,7 +225,7 @@ def _export(
     tokenizer = load_tokenizer(directory.parent / f"tokenizer-{name}")
     stated = engine.spec
     engine.spec = with_pad_token(stated, tokenizer.pad_id, tokenizer.ids)
-    scores[directory.name] = score_sequences(engine, _flat(SEQUENCES)).tolist()
+    scores[directory.name] = score_sequences(engine, _flat(SEQUENCES))[0].tolist()
     export_checkpoint(ExportedModel(engine, tokenizer, max_shard_mb=100), directory)
     engine.spec = stated
 
@@ -190,6 +270,73 @@ def test_our_models_have_our_scores_there(run: Any, model: str, tokenizer: str, 
     assert transformers.AutoTokenizer.from_pretrained(path).pad_token_id == pad
     scores = torch.tensor(ours[path.name])
     torch.testing.assert_close(scores, _theirs(path, pad), rtol=0, atol=1e-5)
+
+
+def test_several_heads_are_theirs_and_their_weighted_sum_scores(run: Any) -> None:
+    root, ours = run
+    first, second = (_theirs(root / name, -1) for name in SEVERAL)
+    assert first.shape == (len(SEQUENCES), len(LABELS)) and first.std(0).min() > 0.05
+    sums = [2.0 * each[:, 0] - 0.5 * each[:, 2] for each in (first, second)]
+    mean = (first + second) / 2
+    wanted = {"helpfulness": mean[:, 0], "verbosity": mean[:, 2]}
+    wanted["std"] = torch.stack(sums).std(0, unbiased=False)
+    for name in ("tp", "pp", "dp"):
+        # One token is told in the fourth response, and scored all the same.
+        near(ours[f"{name} raw"], first)
+        near(ours[f"{name} total"], torch.minimum(*sums))
+        assert ours[f"{name} further"].keys() == wanted.keys()
+        for key, column in wanted.items():
+            near(ours[f"{name} further"][key], column)
+
+
+def test_heads_learn_from_the_rows_that_have_their_number(run: Any) -> None:
+    root, ours = run
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(root / SEVERAL[0])
+    optimizer = make_optimizer(model)
+
+    def errors(row: int) -> list[tuple[int, torch.Tensor]]:
+        """Each head that has a number, and how far it is off."""
+        logits = model(torch.tensor([SEQUENCES[row]])).logits[0]
+        given = [(head, x) for head, x in enumerate(TARGETS[row]) if x is not None]
+        return [(head, logits[head] - x) for head, x in given]
+
+    losses = []
+    for rows in STEP_ROWS:
+        squares = [error**2 for row in rows for _, error in errors(row)]
+        loss = sum(squares) / len(squares)
+        differentiate(optimizer, model, loss, clip_grad=0.0)
+        optimizer.step()
+        losses.append(float(loss))
+    with torch.no_grad():
+        left = [each for row in range(len(TARGETS)) for each in errors(row)]
+        logits = torch.stack([model(torch.tensor([ids])).logits[0] for ids in SEQUENCES])
+
+    for name in ("tp", "pp", "dp"):
+        near(ours[f"{name} losses"], torch.tensor(losses))
+        told = ours[f"{name} told"]
+        mean = sum(float(x) ** 2 for _, x in left) / len(left)
+        assert told["val/loss"] == pytest.approx(mean, rel=1e-4)
+        for head, label in enumerate(LABELS):
+            own = [float(error) for number, error in left if number == head]
+            error = sum(x**2 for x in own) / len(own)
+            assert told[f"val/squared_error/{label}"] == pytest.approx(error, rel=1e-4)
+            given = [row for row, numbers in enumerate(TARGETS) if numbers[head] is not None]
+            pairs = [logits[given, head].tolist(), [TARGETS[row][head] for row in given]]
+            assert told[f"val/correlation/{label}"] == pytest.approx(
+                statistics.correlation(*pairs), rel=1e-3
+            )
+            mean = logits[:, head].mean().item()
+            assert told[f"val/score/{label}/mean"] == pytest.approx(mean, rel=1e-4)
+
+        path = root / f"{name}-trained"
+        config = transformers.AutoConfig.from_pretrained(path)
+        assert (config.num_labels, [*config.id2label.values()]) == (3, [*LABELS])
+        assert config.label2id["verbosity"] == 2
+        near(_theirs(path, -1), logits)
+
+
+def near(ours: Any, theirs: Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=0, atol=2e-5)
 
 
 def test_each_step_has_the_logit_of_their_token_classifier(run: Any) -> None:

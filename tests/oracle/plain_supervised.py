@@ -72,7 +72,7 @@ def rankings(pairs: PreferenceRows) -> PreferenceRows:
 def numbered(pairs: PreferenceRows) -> PreferenceRows:
     """The responses of the pairs, with `TARGETS`."""
     ids = [[ids] for pair in pairs.responses for ids in pair]
-    return PreferenceRows(ids, [1] * len(ids), dropped=0, targets=[*TARGETS])
+    return PreferenceRows(ids, [1] * len(ids), dropped=0, targets=torch.tensor(TARGETS)[:, None])
 
 
 def scored_responses(rollout: Rollout) -> list[ScoredResponse]:

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from mrlhf.checkpoint.frozen import fingerprint
 from mrlhf.commands.convert_checkpoint import main
@@ -261,6 +262,26 @@ def test_the_converter_takes_an_adapter_with_merge_alone(
 
     assert main([str(adapter), "--merge", "--base", str(root / "llama"), *command]) == 0
     assert "adapter, merged into" in capsys.readouterr().out
+
+
+def test_a_merged_classifier_has_the_labels_of_its_adapters_head(
+    root: Path, tmp_path: Path
+) -> None:
+    base = root / "llama"
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    config = LoraConfig(
+        task_type="SEQ_CLS", r=2, init_lora_weights=False, target_modules=["q_proj"]
+    )
+    adapted = get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    command = [str(tmp_path / "adapter"), "--merge", "--base", str(base), "--to", "huggingface"]
+    assert main([*command, "--out", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+    tokens = torch.tensor([[5, 9, 11]])
+    wanted = adapted(tokens).logits
+    assert wanted.std() > 0.01
+    torch.testing.assert_close(merged(tokens).logits, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_merge_rounds_once(root: Path, tmp_path: Path) -> None:

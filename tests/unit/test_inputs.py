@@ -72,8 +72,8 @@ class Fails(Greets):
 
 def _write_model(directory, kind, vocab_size):
     """A model with random weights; its config.json stays as it is written here."""
-    config = MODEL | {"architectures": [kind.__name__], "vocab_size": vocab_size}
-    model = kind(LlamaConfig(**config, num_labels=1))
+    config = MODEL | {"architectures": [kind.__name__], "vocab_size": vocab_size, "num_labels": 1}
+    model = kind(LlamaConfig(**config))
     directory.mkdir()
     save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
@@ -199,6 +199,19 @@ def test_the_margins_of_a_reward_models_pairs(place):
     config = supervised(RewardModelConfig, "pairs.jsonl", rm__margin_column="by")
     for read in (read_row_inputs, lambda config: dry_run(config, 1)):
         with pytest.raises(MrlhfError, match=r"^pairs\.jsonl:\d+: no value for 'by'; the row has"):
+            read(config)
+
+
+def test_a_column_without_a_number_in_any_row_is_refused(place):
+    rows = [{"prompt": f"{x}+1=", "response": "2", ("a", "b")[x % 2]: x} for x in range(10)]
+    (place / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"rm__rows": "targets", "data__held_out_fraction": 0}
+    config = supervised(RewardModelConfig, "rated.jsonl", rm__target_column=["b", "a"], **changes)
+    inputs = read_row_inputs(config)
+    assert inputs.examples.losses(range(10)) == 10 and inputs.held_out is None
+    config = supervised(RewardModelConfig, "rated.jsonl", rm__target_column=list("abc"), **changes)
+    for read in (read_row_inputs, lambda config: dry_run(config, 1)):
+        with pytest.raises(MrlhfError, match=r"^rm\.target_column names 'c', and no row .*:1 has "):
             read(config)
 
 

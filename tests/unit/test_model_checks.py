@@ -42,6 +42,7 @@ FACTS = {
 
 def model_dir(tmp_path, **changes):
     facts = {**FACTS, **changes}
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(
         json.dumps({key: value for key, value in facts.items() if value != "absent"})
     )
@@ -85,8 +86,12 @@ def models(tmp_path_factory):
     for name, family in (("mixture", "mixtral"), ("dense", "llama")):
         tiny_config(family).save_pretrained(root / name)
     hf_model("phi3").config.save_pretrained(root / "phi3")
+    classes = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {0: "clear", 1: "kind"},
+    }
+    model_dir(root / "heads", **classes)
     (root / "configs").mkdir()
-    (root / "llama").mkdir()
     return root
 
 
@@ -101,7 +106,8 @@ def test_what_does_not_fit_a_model_is_refused_in_one_line(models, monkeypatch, k
     if kind == "PPOModels":
         config = ppo(**{"actor__path": "llama", **changes})  # the critic's path too
     else:
-        config = supervised(SFTConfig, **changes)
+        root = RewardModelConfig if kind == "RewardModels" else SFTConfig
+        config = supervised(root, **changes)
 
     with pytest.raises(ConfigError) as caught:
         check_models(config)
@@ -253,6 +259,27 @@ def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
 
     assert check_models(supervised(SFTConfig, model__path=path))["model"].head == "lm"
     assert check_models(supervised(RewardModelConfig, model__path=path))["model"].head == "scalar"
+
+
+def test_the_labels_of_a_classifier_are_read_and_those_of_columns_trained(models, monkeypatch):
+    monkeypatch.chdir(models)
+    scoring = ppo(
+        actor__path="heads",
+        algorithm__adv_estimator="grpo",
+        reward_model={"path": "heads", "heads": {"kind": 0.5}},
+        reward__terms=[{"name": "reward_model"}],
+    )
+    assert check_models(scoring)["reward_model"].labels == ("clear", "kind")
+    for columns in (["b", "a"], "a"):  # of a language model
+        config = supervised(
+            RewardModelConfig,
+            model={"path": "dense", "micro_batch_tokens": 32},
+            data__max_length=32,
+            rm={"rows": "targets", "target_column": columns},
+        )
+        spec = check_models(config)["model"]
+        assert spec.labels == tuple(columns)
+        assert family_of(spec).tensor_shapes(spec)["score.weight"] == (len(columns), 32)
 
 
 def test_config_json_without_key_and_value_heads(tmp_path):

@@ -37,6 +37,13 @@ SLOW = Gpu(
 )  # fmt: skip
 
 
+_JUDGE = (
+    "reward.terms=[{name: judge}]",
+    "judge={template: '{{response}}', n: 3, temperature: 1.0, max_tokens: 10}",
+    "judge_model={path: small, max_prompt_tokens: 20}",
+)
+
+
 @pytest.fixture(autouse=True)
 def in_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -87,22 +94,7 @@ def test_a_pass_of_the_engine_is_bound_by_its_weights_or_its_rows() -> None:
 
 
 def test_each_phase_of_ppo_counts_what_it_computes() -> None:
-    text = {
-        "actor": {"path": "small", "ppo_mini_batch_size": 2, "use_kl_loss": True},
-        "algorithm": {"adv_estimator": "grpo"},
-        "rollout": {"n": 2},
-        "reward": {"terms": [{"name": "exact_match"}]},
-        "data": {
-            "train_files": "train.jsonl",
-            "train_batch_size": 2,
-            "max_prompt_length": 4,
-            "max_response_length": 6,
-        },
-        "trainer": {"output_dir": "run", "total_steps": 1},
-    }
-    Path("grpo.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
-    config = load_config(PPOConfig, "grpo.yaml", ["distributed.device=cpu"])
-    took = _estimate(config, 1).seconds
+    took = _estimate(_policy(), 1).seconds
 
     model = Passes(load_spec("small", "lm"), ParallelLayout(), SLOW, 4)
     # The reference scores; the only update of a step sees the policy as it was.
@@ -117,13 +109,35 @@ def test_each_phase_of_ppo_counts_what_it_computes() -> None:
         (["actor.lora.rank=2", "actor.ppo_epochs=2"], 2),
         ([f"teacher.several=[{', '.join(teachers)}]"], 2),  # each reads a half
     ):
-        more = load_config(PPOConfig, "grpo.yaml", ["distributed.device=cpu", *keys])
-        assert _estimate(more, 1).seconds["scoring"] == pytest.approx(passes * scoring), keys
+        more = _estimate(_policy(*keys), 1).seconds
+        assert more["scoring"] == pytest.approx(passes * scoring), keys
     prompts = model.engine(Work(4, 1, 2))
     assert took["generation"] == pytest.approx(prompts + 6 * model.engine(Work(4, 5, 4)))
     assert took["hand-over"] == 0  # the engine reads the actor's weights where they are
     update = 2 * 28 * 1704 / 1e3
     assert took["update of actor"] == pytest.approx(model.update(Work(32, 8, 24), False) + update)
+
+
+def test_a_judge_on_the_ranks_reads_messages_and_draws_votes() -> None:
+    model = Passes(load_spec("small", "lm"), ParallelLayout(), SLOW, 4)
+    plain = _estimate(_policy(), 1).seconds
+    pairs = ("judge.compare=pairs", "judge.template='{{response}} {{other}}'")
+    # Four responses, in two pairs; each shows a prompt of 2 tokens, and one or two of 6.
+    for keys, length, at_once in (
+        ((), 8, 12),
+        (pairs, 14, 12),
+        ((*pairs, "judge_model.max_prompt_tokens=13"), 13, 12),
+        ((*pairs, "rollout.max_num_seqs=4"), 14, 4),
+    ):
+        config = _policy(*_JUDGE, *keys)
+        took = _estimate(config, 1).seconds
+        # Three votes on each have 5 tokens on the average; the longest has 10.
+        seen = length + 2.5
+        answers = 5 * 12 / at_once * model.engine(Work(at_once, seen, at_once))
+        answers += 5 * model.engine(Work(1, seen, 1))
+        messages = model.engine(Work(4 * length, length / 2, 4))
+        assert took["judging"] == pytest.approx(messages + answers), keys
+        assert took["scoring"] == plain["scoring"]
 
 
 def test_the_products_of_a_pass_are_its_operations() -> None:
@@ -145,6 +159,24 @@ def test_a_file_holds_the_fields_of_a_gpu() -> None:
     del values["name"]
     Path("slow.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     assert gpu_of("slow.yaml") == SLOW
+
+
+def _policy(*keys: str) -> PPOConfig:
+    text = {
+        "actor": {"path": "small", "ppo_mini_batch_size": 2, "use_kl_loss": True},
+        "algorithm": {"adv_estimator": "grpo"},
+        "rollout": {"n": 2},
+        "reward": {"terms": [{"name": "exact_match"}]},
+        "data": {
+            "train_files": "train.jsonl",
+            "train_batch_size": 2,
+            "max_prompt_length": 4,
+            "max_response_length": 6,
+        },
+        "trainer": {"output_dir": "run", "total_steps": 1},
+    }
+    Path("grpo.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    return load_config(PPOConfig, "grpo.yaml", ["distributed.device=cpu", *keys])
 
 
 def _fine_tuning(*keys: str) -> SFTConfig:

@@ -246,9 +246,11 @@ def test_rankings(tokenizer):
 
 
 def test_numbers_and_ties(tokenizer, caplog):
-    columns = PreferenceColumns("targets", target="helpfulness")
-    numbered = encode_preferences(rows(NUMBERED), tokenizer, max_length=9, columns=columns)
-    assert (numbered.targets, numbered.sizes([0])) == ([3], [1])
+    columns = PreferenceColumns("targets", targets=("helpfulness", "verbosity", "coherence"))
+    data = rows(NUMBERED, {**NUMBERED, "helpfulness": None, "verbosity": 0.5})
+    numbered = encode_preferences(data, tokenizer, max_length=9, columns=columns)
+    assert numbered.targets.nan_to_num(-1).tolist() == [[3, -1, -1], [-1, 0.5, -1]]
+    assert (numbered.sizes([0]), numbered.losses([1, 0, 1])) == ([1], 3)
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "same": True}
     data = rows(pair, {**pair, "rejected": "4", "same": False})
     tied = encode_preferences(data, tokenizer, max_length=9, columns=PreferenceColumns(tie="same"))
@@ -270,9 +272,13 @@ def test_numbers_and_ties(tokenizer, caplog):
         (("rankings",), {"responses": ["2"]}, "at least two"),
         (("rankings",), {"responses": ["2", 3]}, "at least two strings"),
         (("rankings",), {}, "no value for 'responses'"),
-        (("targets", None, None, "n"), {"response": "2"}, "no value for 'n'"),
-        (("targets", None, None, "n"), {"response": "2", "n": True}, r"number .*rm\.target_column"),
-        (("targets", None, None, "n"), {"response": ["2"], "n": 1}, "'response' must be a string"),
+        (("targets", None, None, ("n", "m")), {"response": "2"}, "no value for 'n'"),
+        (("targets", None, None, ("m", "n")), {"response": "2", "n": True}, r"'n' .*rm\.target_c"),
+        (
+            ("targets", None, None, ("n",)),
+            {"response": ["2"], "n": 1},
+            "'response' must be a string",
+        ),
         (("pairs", None, "t"), {"chosen": "2", "rejected": "3", "t": 1}, r"true .*rm\.tie_column"),
     ],
 )

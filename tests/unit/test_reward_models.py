@@ -35,7 +35,7 @@ def test_an_ensembles_score_by_hand() -> None:
 def test_reference_answers_have_the_mean_score_0(monkeypatch: pytest.MonkeyPatch) -> None:
     def sums(engine: Any, sequences: Sequences) -> torch.Tensor:
         each = [float(sequences[row].sum()) for row in range(len(sequences))]
-        return engine.factor * torch.tensor(each)
+        return engine.factor * torch.tensor([each])
 
     monkeypatch.setattr(reward_model, "score_sequences", sums)
     monkeypatch.setattr(reward_model, "_ANSWERS_AT_ONCE", 2)
@@ -45,12 +45,12 @@ def test_reference_answers_have_the_mean_score_0(monkeypatch: pytest.MonkeyPatch
 
     # The sums 3, 12 and 6 have the mean 7.
     answered = [([1], [2]), ([3], [4, 5]), ([1, 1], [4])]
-    members: Any = list(zip(engines, (0.5, 0.0), strict=True))
+    members: Any = list(zip(engines, torch.tensor([[0.5], [0.0]]), strict=True))
     model = RewardModel(members, "min", answered=answered)
-    scores, spread = model.score(rollout)
+    scores, further = model.score(rollout)
     assert model.reference_means == [7.5, -14.0]
     assert scores.tolist() == [min(10.5 - 7.5, -20 + 14), min(4.5 - 7.5, -8 + 14)]
-    assert spread is not None and spread.tolist() == [4.5, 4.5]
+    assert further.keys() == {"std"} and further["std"].tolist() == [4.5, 4.5]
 
     model.reference_means = [0.0, 0.0]  # of a checkpoint
     assert model.score(rollout)[0].tolist() == [-20.0, -8.0]

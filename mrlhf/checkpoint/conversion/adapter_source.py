@@ -16,7 +16,7 @@ from mrlhf.data.hub import base_of_adapter
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_choice import with_stored_lora
-from mrlhf.models.adapter_files import CONFIG, adapter_tensors
+from mrlhf.models.adapter_files import CONFIG, adapter_tensors, stored_labels
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import A, B
 from mrlhf.models.spec import Head
@@ -45,7 +45,7 @@ class AdapterSource(ModelSource):
                 "--base"
             )
         head: Head | None = "scalar" if config.get("task_type") == "SEQ_CLS" else None
-        self.base = HuggingFaceSource(path, head=head)
+        self.base = HuggingFaceSource(path, head=head, labels=stored_labels(directory))
         self.spec = with_stored_lora(self.base.spec, directory)
         check_base(directory, path)
         self._stored = adapter_tensors(directory, self.spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, T
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_files import PREFIX, WEIGHTS, write_adapter_config
-from mrlhf.models.families import family_of, load_spec, save_config, stated_spec
+from mrlhf.models.families import family_of, load_spec, save_config, stated_spec, with_labels
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import expected_tensors
 from mrlhf.weights.files import file_names, publish, split_files, temporary
@@ -38,13 +38,19 @@ CONFIG_FILE = "config.json"
 
 
 class HuggingFaceSource(ModelSource):
-    """A Hugging Face model: a language model, or a sequence classifier with one label."""
+    """A Hugging Face model: a language model, or a sequence classifier."""
 
-    def __init__(self, directory: Path, step: int | None = None, head: Head | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        step: int | None = None,
+        head: Head | None = None,
+        labels: Sequence[str] = (),
+    ) -> None:
         """Read `config.json` and the headers of the files; `step` is the weights', if known.
 
-        With `head` the model is taken as one with that head, which the files may lack; None: the
-        head that `config.json` names, which must be there.
+        With `head` the model is taken as one with that head and `labels`, which the files may lack;
+        None: the head that `config.json` names, which must be there.
 
         Raises:
             ConfigError: `config.json` is missing, or describes no model that we know.
@@ -52,7 +58,7 @@ class HuggingFaceSource(ModelSource):
         """
         stored = survey(directory)
         self.assets = directory
-        self.spec = load_spec(directory, head or stated_head(directory))
+        self.spec = with_labels(load_spec(directory, head or stated_head(directory)), labels)
         expected = expected_tensors(self.spec)
         ignores_output = self.spec.output_is_embedding or head is not None
         # A model that is converted must be whole, and nothing of it is dropped in silence.

@@ -34,7 +34,7 @@ from mrlhf.models.adapter_choice import trained_spec
 from mrlhf.models.adapter_files import written_lora, written_ratios
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.lora import is_adapter, trained_shapes
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.boxes import whole
 
 _POLICIES = ("actor", "model")
@@ -118,7 +118,8 @@ class TrainingSource(ModelSource):
                 "with --base"
             )
         check_frozen(manifest.frozen, {self._role: fingerprint(path)})
-        source = HuggingFaceSource(path, head="scalar" if self.spec.head == "scalar" else None)
+        head: Head | None = "scalar" if self.spec.head == "scalar" else None
+        source = HuggingFaceSource(path, head=head, labels=self.spec.labels)
         return TrackedSource(source, self.dtype, lambda nbytes: None)
 
     def _describe(self, manifest: Manifest) -> Description:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ __all__ = [
     "save_config",
     "spec_of",
     "stated_spec",
+    "with_labels",
 ]
 
 FAMILIES: dict[str, Family] = {
@@ -72,6 +75,8 @@ _WRAPPED = {family.wrapper: family for family in FAMILIES.values() if family.wra
 _MOST_PARAMETERS = 10**13
 # Keys that say nothing about the model: names of code, and how its files store the weights.
 _OF_FILES = ("auto_map", "custom_pipelines", "quantization_config")
+# How the names of classes end whose `score` has a row for each label.
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 # Keys that a model which also reads images states beside its parts, and not in each.
 _OF_ALL_PARTS = (
     *("dtype", "torch_dtype", "transformers_weights"),
@@ -122,7 +127,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         raise ConfigError(f"{file}: {error}") from None
 
     try:
-        spec = FAMILIES[config["model_type"]].read_config(config, head)
+        spec = _read(config, head)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
@@ -170,21 +175,40 @@ def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
             f"model_type {config.get('model_type')!r} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    completed = _completed(config)
-    return FAMILIES[completed["model_type"]].read_config(completed, head)
+    return _read(_completed(config), head)
+
+
+def _read(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a completed `config.json`; a classifier's scalar head has its labels."""
+    spec = FAMILIES[config["model_type"]].read_config(config, head)
+    [kind, *_] = config.get("architectures") or [""]
+    if head == "lm" or not str(kind).endswith(_CLASSIFIERS):
+        return spec
+    return replace(spec, labels=tuple(label for _, label in sorted(config["id2label"].items())))
+
+
+def with_labels(spec: ModelSpec, labels: Sequence[str]) -> ModelSpec:
+    """The scalar model with a number for each of `labels`; without them, with its only one."""
+    if not labels:
+        return spec
+    id2label = dict(enumerate(labels))
+    label2id = {label: number for number, label in id2label.items()}
+    kinds = [family_of(spec).class_name("scalar")]
+    named = {"id2label": id2label, "label2id": label2id, "architectures": kinds}
+    return replace(spec, labels=tuple(labels), hf_config={**spec.hf_config, **named})
 
 
 def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> None:
     """Write the `config.json` that goes with exported weights of `dtype`.
 
     It has the keys of transformers 4 beside those of transformers 5. A scalar model becomes a
-    sequence classifier with one label, whose head transformers calls `score` too.
+    sequence classifier, whose head transformers calls `score` too, with its labels or one.
     """
     config = AutoConfig.for_model(**spec.hf_config)
     config.dtype = dtype
     family = family_of(spec)
     config.architectures = [family.class_name(spec.head)]
-    if spec.head == "scalar":
+    if spec.head == "scalar" and not spec.labels:
         config.num_labels = 1
     values = json.loads(config.to_json_string())
     rope = keys_of_transformers_4(spec, family.window_base_key)

@@ -61,7 +61,7 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
 
     shapes["model.norm.weight"] = (hidden,)
     if spec.head == "scalar":
-        shapes[SCALAR_HEAD] = (1, hidden)
+        shapes[SCALAR_HEAD] = (spec.outputs, hidden)
     elif not spec.tied_embeddings:
         shapes[LANGUAGE_HEAD] = (spec.vocab_size, hidden)
     return shapes

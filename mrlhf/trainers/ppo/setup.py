@@ -272,7 +272,9 @@ def build_reward_model(
         if is_reward_model(name)
     ]
     ends = [] if section.at is None else tokenizer.holding(section.at)
-    return RewardModel(members, section.combine, section.combine_coef, ends, answered)
+    return RewardModel(
+        members, section.combine, section.combine_coef, ends, answered, section.heads
+    )
 
 
 def build_judge(
