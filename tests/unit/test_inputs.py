@@ -208,7 +208,7 @@ def test_a_column_without_a_number_in_any_row_is_refused(place):
     changes = {"rm__rows": "targets", "data__held_out_fraction": 0}
     config = supervised(RewardModelConfig, "rated.jsonl", rm__target_column=["b", "a"], **changes)
     inputs = read_row_inputs(config)
-    assert inputs.examples.losses(range(10)) == 10 and inputs.held_out is None
+    assert inputs.examples.losses(range(10)) == 10 and not inputs.held_out
     config = supervised(RewardModelConfig, "rated.jsonl", rm__target_column=list("abc"), **changes)
     for read in (read_row_inputs, lambda config: dry_run(config, 1)):
         with pytest.raises(MrlhfError, match=r"^rm\.target_column names 'c', and no row .*:1 has "):
