@@ -22,7 +22,7 @@ from mrlhf.inputs.paths import with_local_inputs
 from mrlhf.log import quiet_transformers
 from mrlhf.models.published import how_to_get
 from mrlhf.planning.gpus import GPUS, Gpu, gpu_of
-from mrlhf.planning.search import Found, Plan, search
+from mrlhf.planning.search import Found, Plan, on_one_rank, search
 from mrlhf.planning.seconds import Lengths
 from mrlhf.preflight.batches import trained_models
 from mrlhf.preflight.dry_run import check_ranks
@@ -151,10 +151,15 @@ def _specs(config: AnyConfig) -> Specs:
     """The model of each role.
 
     Raises:
-        ConfigError: a model has no `config.json` here.
+        ConfigError: a model has no `config.json` here, or is not supported, or the layout of one
+            that is not trained does not fit it.
     """
+    try:
+        specs = check_models(config)
+    except ConfigError:  # perhaps of a layout, instead of which others are tried
+        specs = check_models(on_one_rank(config))
     found = {}
-    for name, spec in check_models(config).items():
+    for name, spec in specs.items():
         if spec is None:
             role = config.roles()["actor" if name == "rollout" else name]
             if (Path(role.path) / "config.json").is_file():

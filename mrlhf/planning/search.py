@@ -120,6 +120,18 @@ def search(
     return Found(own, _first(fitting, world_size), first, len(candidates))
 
 
+def on_one_rank(config: AnyConfig) -> AnyConfig:
+    """The run with each trained model and the engine whole on a rank."""
+    alone = {field.name: field.default for field in fields(AxisSizes)} | {
+        "sequence_parallel": False
+    }
+    keys = {
+        f"{name}.{key}": value for name in trained_models(config) for key, value in alone.items()
+    }
+    engine = {"rollout.tp": 1, "rollout.ep": 1} if isinstance(config, PPOConfig) else {}
+    return with_keys(config, keys | engine)
+
+
 def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
     """The first few that run, one of each layout, whatever its micro-batches."""
     kept: dict[tuple[Any, ...], Plan] = {}

@@ -429,6 +429,10 @@ def test_supervised_training_is_planned_too(place: Path, capsys: pytest.CaptureF
     assert "update of model" in said
     assert "generation" not in said
     assert dry_run(load_config(SFTConfig, ["sft.yaml", "sft-plans/1.yaml"], []), 8).text
+    # Of a layout that the model has no place for, others are found all the same.
+    assert main(["--config", "sft.yaml", "--gpus", "8", "model.pp=8"]) == 0
+    said = capsys.readouterr().out
+    assert "yours does not fit 8 GPUs: model.pp 8 does not fit the model's 36 layers" in said
 
 
 def test_the_reference_of_dpo_takes_nothing_beside_the_policy(place: Path) -> None:
