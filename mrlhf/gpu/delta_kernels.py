@@ -23,10 +23,13 @@ def _convolved(x, window, taps, channels, lanes, size, old, TAPS: tl.constexpr):
     total = newest.to(tl.float32) * tap
     for step in tl.static_range(TAPS - 1):
         past = tl.load(window + step * channels + lanes, lanes < old, 0.0)
-        if step > 0:
-            tl.store(window + (step - 1) * channels + lanes, past, inside)
         tap = tl.load(taps + lanes * TAPS + step, inside, 0.0).to(tl.float32)
         total += past.to(tl.float32) * tap
+
+    tl.debug_barrier()  # more threads read a channel than the one that writes it
+    for step in tl.static_range(1, TAPS - 1):
+        past = tl.load(window + step * channels + lanes, lanes < old, 0.0)
+        tl.store(window + (step - 1) * channels + lanes, past, inside)
     if TAPS > 1:
         tl.store(window + (TAPS - 2) * channels + lanes, newest, inside)
     total = total.to(dtype).to(tl.float32)

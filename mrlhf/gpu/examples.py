@@ -27,7 +27,7 @@ class Sizes:
     hidden: int = 96
     page: int = 16  # tokens; 0 without a KV cache
     dtype: torch.dtype = torch.bfloat16
-    has_wide_norms: bool = False  # whether weights of norms are float32 in an engine
+    has_wide_norms: bool = False  # whether weights of norms are float32
     # of a delta net: value heads of a key head, key_dim, value_dim and taps; None if there is none
     delta: tuple[int, int, int, int] | None = (2, 16, 24, 4)
 
@@ -134,9 +134,9 @@ def _vocab_gradient(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
 
 
 EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
-    "rms_norm": lambda x, s: (x(5, s.hidden), x(s.hidden), 1e-6),
+    "rms_norm": lambda x, s: (x(5, s.hidden), _weights(x, s, s.hidden), 1e-6),
     "rms_norm_backward": lambda x, s: (
-        x(40, s.hidden), x(40, s.hidden), x(s.hidden), x(40).float().abs(),
+        x(40, s.hidden), x(40, s.hidden), _weights(x, s, s.hidden), x(40).float().abs(),
     ),
     "add_rms_norm": lambda x, s: (
         x(5, s.hidden), x(5, s.hidden), _weights(x, s, s.hidden), 1e-6,

@@ -88,7 +88,7 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
     queries = spec.num_heads * spec.head_dim
     keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
-    copies = 3 if spec.qk_norm == "none" else 4 + spec.norms_add_one  # which norm in float32
+    copies = 3 if spec.qk_norm == "none" else 4
     gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
     return AttentionSizes(
         products=(
@@ -136,10 +136,10 @@ def _of_latents(spec: ModelSpec, latent: Latent) -> AttentionSizes:
 def _of_delta_net(hidden: int, net: DeltaNet) -> AttentionSizes:
     """The sizes of a gated delta net, whose inner steps the backward pass computes again."""
     projected = net.channels + net.value_size
-    # Numbers of float32 that autograd saves in a value head, counted in bfloat16 training.
+    # What autograd saves in a value head in bfloat16 training, in numbers of 4 bytes.
     states = net.key_dim * net.value_dim
-    of_keys = (10 + 4 * net.key_heads / net.value_heads) * net.key_dim
-    of_head = of_keys + 3.5 * net.value_dim + 9 * DELTA_CHUNK + 2 * states / DELTA_CHUNK
+    of_keys = (10 + 6 * net.key_heads / net.value_heads) * net.key_dim
+    of_head = of_keys + 5.5 * net.value_dim + 9 * DELTA_CHUNK + 2 * states / DELTA_CHUNK
     return AttentionSizes(
         products=(
             Product(hidden, projected, dim=0),

@@ -83,7 +83,7 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
         q, k, v = heads_of(self._net, x)
         gates = gates_of(numbers, self.A_log, self.dt_bias)
         states = v.new_zeros((len(lengths), v.shape[1], k.shape[-1], v.shape[-1]))
-        output, _ = chunked(q, k, v, gates, Chunks.of_lengths(lengths, x.device), states)
+        output, _ = chunked(q, k, v, gates, Chunks.of_lengths(tuple(lengths), x.device), states)
         # Each rank's heads have a part of the gradient of the one norm.
         weight = copy_to_tensor_model_parallel_region(self.norm, group=self._tp_group)
         return gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.device import send
 from mrlhf.models.ops import rms_norm
 from mrlhf.models.spec import DELTA_CHUNK, DeltaNet
 
@@ -113,22 +115,22 @@ class Chunks:
     turns: list[int]  # sequences that have a chunk of each number
     places: Tensor  # of each token among those of all chunks, int64 [tokens]
 
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
+    @staticmethod
+    @lru_cache(maxsize=1)  # all layers of a pass cut it alike
+    @torch.inference_mode(mode=False)  # a gradient may need the places
+    def of_lengths(lengths: tuple[int, ...], device: torch.device) -> Chunks:
         """Cut sequences of these lengths, 1 or more."""
         size = min(DELTA_CHUNK, max(lengths))
         counts = [-(-length // size) for length in lengths]
-        order = sorted(range(len(lengths)), key=lambda number: -counts[number])
+        order = torch.tensor(sorted(range(len(lengths)), key=lambda number: -counts[number]))
         turns = [sum(count > turn for count in counts) for turn in range(max(counts))]
         firsts = torch.tensor([0, *accumulate(turns)])
-        ranks = torch.tensor(order).argsort().tolist()
-        places = [
-            (
-                (firsts[: counts[number], None] + ranks[number]) * size + torch.arange(size)
-            ).flatten()[:length]
-            for number, length in enumerate(lengths)
-        ]
-        return cls(size, torch.tensor(order).to(device), turns, torch.cat(places).to(device))
+        ranks = order.argsort().tolist()
+        places = []
+        for length, count, rank in zip(lengths, counts, ranks, strict=True):
+            chunks = (firsts[:count, None] + rank) * size + torch.arange(size)
+            places.append(chunks.flatten()[:length])
+        return Chunks(size, send(order, device), turns, send(torch.cat(places), device))
 
     def of(self, x: Tensor) -> Tensor:
         """Return x [tokens, heads, ...] as [chunks, heads, size, ...], filled up with zeros."""

@@ -33,7 +33,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` by 1 + `weight`, rounded once to `x`'s dtype, as in Hugging Face's Gemma."""
-    return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
+    gain = 1.0 + weight.float()
+    if x.dtype == torch.float32:
+        return rms_norm(x, gain, eps)
+    return (_GpuNorm if serves(x) else _WideNorm).apply(x, gain, eps)
 
 
 def gated(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
@@ -153,7 +156,8 @@ class _HostGated(torch.autograd.Function):
 
 
 def _norm_with_scales(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch_rms_norm(x, weight, eps), torch.rsqrt(x.float().square().mean(dim=-1) + eps)
+    out = torch_rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
+    return out, torch.rsqrt(x.float().square().mean(dim=-1) + eps)
 
 
 def _norm_backward(
@@ -210,6 +214,26 @@ class _GpuNorm(torch.autograd.Function):
             grad.contiguous().view(rows.shape), rows, weight, scales
         )
         return grad_rows.view(grad.shape), grad_weight.to(weight.dtype), None
+
+
+class _WideNorm(torch.autograd.Function):
+    """A norm in float32 of narrower numbers, which are kept as they are, and widened again."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.eps = eps
+        return rms_norm(x.float(), weight, eps).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = (saved.detach() for saved in context.saved_tensors)
+        with torch.enable_grad():
+            wide, weight = x.float().requires_grad_(), weight.requires_grad_()
+            normed = rms_norm(wide, weight, context.eps)
+        grad_x, grad_weight = torch.autograd.grad(normed, (wide, weight), grad.float())
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class _GpuGated(torch.autograd.Function):

@@ -44,7 +44,7 @@ def layer_bytes(
         return 2 * spec.hidden_size, 0
     attention = attention_of(spec) if layer is None else attention_layers(spec)[layer]
     of_heads = 2 * attention.kept
-    of_tokens = (12 if spec.norms_add_one else 8) * spec.hidden_size + 2 * attention.kept_whole
+    of_tokens = 8 * spec.hidden_size + 2 * attention.kept_whole
     experts = spec.experts
     if experts is None or is_mixture is False:
         return of_tokens, of_heads + 6 * spec.ffn_size

@@ -80,7 +80,7 @@ class CacheNeeds:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
         states = ""
         if shape.state_bytes:
-            states = f" + {shape.state_bytes} bytes of states x {self.sequences} max_num_seqs"
+            states = f" + {shape.state_bytes} bytes of states x {self.sequences} sequences"
         return f"{pairs} x {self.tokens} tokens{states} = {size_text(self.least)}"
 
 
@@ -232,7 +232,9 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
 
     experts = spec.experts if rollout.records else None
     shape = CacheShape.on_rank(spec, rollout.tp, dtype.itemsize, block, experts)
-    return CacheNeeds(shape, tokens=blocks * block, sequences=rollout.max_num_seqs)
+    # Captured steps are padded with one more.
+    padding = int(rollout.engine == "native" and device.type == "cuda")
+    return CacheNeeds(shape, blocks * block, rollout.max_num_seqs + padding)
 
 
 def cache_block(config: PPOConfig) -> int:

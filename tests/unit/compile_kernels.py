@@ -88,7 +88,7 @@ def compile_kernel(
     compiled = triton.compile(
         ASTSource(function, signature, places, aligned),
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": 4, "num_stages": stages},
+        options={"num_warps": 8 if name == "delta_step" else 4, "num_stages": stages},
     )
     assert compiled.asm["cubin"]
     return compiled

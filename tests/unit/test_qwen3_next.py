@@ -30,6 +30,7 @@ from mrlhf.models.delta_rule import (
     Gates,
     chunked,
     convolve,
+    gated_norm,
     gates_of,
     heads_of,
     one_token,
@@ -73,7 +74,7 @@ def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
     """Outputs and states are those of transformers' loop, and sequences go on where they ended."""
     lengths = [1, 150, 64, 70, 128]
     q, k, v, gates = _inputs(lengths)
-    chunks = Chunks.of_lengths(lengths, torch.device("cpu"))
+    chunks = Chunks.of_lengths(tuple(lengths), torch.device("cpu"))
     outputs, states = chunked(q, k, v, gates, chunks, torch.zeros(5, 3, 5, 7))
     again, _ = chunked(q, k, v, gates, chunks, states)
 
@@ -96,11 +97,11 @@ def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
 
 
 def test_what_autograd_keeps_of_the_inner_steps_is_in_plans() -> None:
-    """Within 5 %, by the tensors that torch saves."""
+    """Within 7 %, by the tensors that torch saves."""
     for heads in ((4, 8, 128, 128), (4, 4, 128, 64)):
         net = DeltaNet((True,), *heads, taps=4)
-        channels = torch.randn(512, net.channels, dtype=torch.bfloat16, requires_grad=True)
-        numbers = torch.randn(512, net.value_heads, 2, requires_grad=True)
+        channels = torch.randn(2048, net.channels, dtype=torch.bfloat16, requires_grad=True)
+        numbers = torch.randn(2048, net.value_heads, 2, requires_grad=True)
         saved: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> Tensor:
@@ -110,14 +111,18 @@ def test_what_autograd_keeps_of_the_inner_steps_is_in_plans() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             gates = gates_of(numbers, *torch.zeros(2, net.value_heads))
             weight = torch.randn(net.channels, 1, 4, dtype=torch.bfloat16, requires_grad=True)
-            rows = convolve(channels, weight, [channels.new_zeros(3, net.channels)], [512])
+            rows = convolve(channels, weight, [channels.new_zeros(3, net.channels)], [2048])
             states = torch.zeros(1, net.value_heads, net.key_dim, net.value_dim)
-            chunked(*heads_of(net, rows), gates, Chunks.of_lengths([512], rows.device), states)
+            cut = Chunks.of_lengths((2048,), rows.device)
+            outputs, _ = chunked(*heads_of(net, rows), gates, cut, states)
+            z = channels.new_empty(outputs.shape)
+            gain = torch.ones(net.value_dim, dtype=z.dtype, requires_grad=True)
+            gated_norm(outputs, z, gain, 1e-6)
 
         spec = replace(tiny_spec("qwen3_next"), delta=replace(net, layers=(True,) * 4))
-        foreseen = attention_layers(spec)[0].inner_bytes * 512
+        foreseen = attention_layers(spec)[0].inner_bytes * 2048
         counted = sum(storage.nbytes() for storage in saved.values())
-        assert counted == pytest.approx(foreseen, rel=0.05)
+        assert counted == pytest.approx(foreseen, rel=0.07)
 
 
 def test_one_token_goes_on_as_a_chunk_of_one() -> None:
@@ -240,8 +245,9 @@ def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
 
     needs = cache_needs(config, specs["actor"])
     assert sizes.sample_bytes == needs.bytes == needs.tokens * (12_288 + 48 * 10 * 2) + 19_316_736
-    assert needs.least == needs.bytes + (config.rollout.max_num_seqs - 1) * 19_316_736
-    assert f"19316736 bytes of states x {config.rollout.max_num_seqs} max_num_seqs" in str(needs)
+    # Those of `max_num_seqs` sequences, and of padding.
+    assert needs.least == needs.bytes + config.rollout.max_num_seqs * 19_316_736
+    assert f"bytes of states x {config.rollout.max_num_seqs + 1} sequences" in str(needs)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +256,7 @@ def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
         ("actor.cp=2", "actor.cp 2 is not supported for a model with delta nets; set it to 1"),
         ("actor.share_prompts=true", "share_prompts is not supported for a model with delta nets"),
         ("rollout.engine=vllm", "rollout.engine is vllm, which is not supported for a model with"),
-        ("rollout.kv_cache_mb=1000", "19316736 bytes of states x 256 max_num_seqs"),
+        ("rollout.kv_cache_mb=1000", "19316736 bytes of states x 257 sequences"),
     ],
 )
 def test_keys_that_do_not_fit_states_are_refused(published: Path, key: str, said: str) -> None:

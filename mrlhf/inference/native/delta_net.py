@@ -114,7 +114,7 @@ class _Split:
         places = (x.nonzero()[:, 0] for x in (is_single, of_single, ~is_single, ~of_single))
         on_device = (send(part, device) for part in (*places, tokens[~is_single]))
         singles, single_rows, longer, rows, longer_counts = on_device
-        chunks = Chunks.of_lengths(lengths, device)
+        chunks = Chunks.of_lengths(tuple(lengths), device)
         return _Split(singles, single_rows, longer, rows, lengths, longer_counts, chunks)
 
 

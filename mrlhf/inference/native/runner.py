@@ -55,7 +55,9 @@ class Runner:
         # What a state holds of a prefix is lost with the next token.
         self.manager = BlockManager(blocks, cache.block_size, shares=not cache.states)
         if graphs is not None:
-            tensors = (*weights, *(keys for keys, _ in cache.layers))
+            stored = [part for store in cache.layers for part in store]
+            experts = [] if cache.experts is None else [cache.experts]
+            tensors = (*weights, *stored, *experts)
             places = (blocks, cache.blocks, *(tensor.data_ptr() for tensor in tensors))
             # A rank that captures exchanges more than one that replays.
             if not parallel.least(places == graphs.places):
