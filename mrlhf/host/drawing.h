@@ -86,8 +86,9 @@ void draw(const T* logits, float scale, const float* summaries, const double* un
             int64_t column = begin;
             for (int64_t i = begin; i < end; ++i) {
                 const float scaled = widen(x[i]) * scale;
+                if (greedy && scaled != top) continue;
                 const double mass = double(exponential(scaled - highest[block])) * share;
-                if (!(greedy ? scaled == top : mass > 0.0)) continue;
+                if (!(mass > 0.0)) continue;
                 column = i;
                 before += mass;
                 if (greedy || before > target) break;
