@@ -2,8 +2,8 @@
 
 The number is a hash of (seed, uid, sample index, position) alone. So batch order, replica and
 layout cannot change a response, except where they round the logits differently. Each rank keeps its
-columns of the logits and reads them once; the ranks exchange a few numbers for each row. This file
-knows rows, and no models or sequences.
+columns of the logits and reads them once; the ranks exchange two numbers for each block of columns.
+This file knows rows, and no models or sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mrlhf.records import as_bits
 
 Words = NDArray[np.uint64]
 
-# Columns of the vocabulary that form a block: in `drawing.h`, and elsewhere.
+# Columns of the vocabulary that form a block: on a host, as in `drawing.h`, and on a GPU.
 _HOST_COLUMNS = 128
 _COLUMNS = 1024
 # Stands for the logits of tokens that are never drawn. Divided by a temperature it stays finite,
@@ -160,7 +160,7 @@ class TokenSampler:
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
         numbers = torch.full_like(uniform, -1.0) if greedy else uniform
-        each = _HOST_COLUMNS if kernels.find_for(logits) is not None else _COLUMNS
+        each = _COLUMNS if logits.is_cuda else _HOST_COLUMNS
         blocks = -(-max(self._parallel.widths(logits)) // each)
         summaries = self._parallel.gather(logit_blocks(logits, scale, blocks, each))
 
