@@ -240,7 +240,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def logit_blocks(logits: Tensor, factor: float, blocks: int, each: int) -> Tensor:
-    """Return `mrlhf.inference.native.sampler.logit_blocks` of logits [batch, vocab_shard]."""
+    """Return `mrlhf.inference.native.sampler._logit_blocks` of logits [batch, vocab_shard]."""
     summaries = torch.empty(2, len(logits), blocks, dtype=torch.float32, device=logits.device)
     kernels.logit_blocks[(len(logits), blocks)](
         logits, summaries, logits.shape[1], logits.stride(0), factor, COLUMNS=each
@@ -259,7 +259,7 @@ def draw(
     tokens: Tensor,
     logprobs: Tensor,
 ) -> None:
-    """Write `mrlhf.inference.native.sampler.draw` of logits [batch, vocab_shard]."""
+    """Write `mrlhf.inference.native.sampler._draw` of logits [batch, vocab_shard]."""
     ranks, _, rows, blocks = summaries.shape
     kernels.draw[(rows,)](
         logits, summaries, uniform, tokens, logprobs, logits.shape[1], blocks, ranks, rank, first,

@@ -174,7 +174,7 @@ class TokenSampler:
         return tokens, logprobs
 
 
-def logit_blocks(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor:
+def _logit_blocks(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor:
     """Summarise each row of `scale` * logits [batch, vocab_shard] by `blocks` of `each` columns.
 
     Returns:
@@ -182,18 +182,20 @@ def logit_blocks(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor
         it, float32 [2, batch, blocks]. A block past the last column has no weight.
     """
     host = kernels.find_for(logits)
-    if host is None:
-        summaries: Tensor = _logit_blocks(logits, scale, blocks, each)
+    if host is not None and each == _HOST_COLUMNS:
+        rows, columns = logits.shape
+        summaries = torch.empty(2, rows, blocks, dtype=torch.float32)
+        threads = threads_for(logits.numel())
+        host.logit_blocks(logits, scale, summaries, rows, columns, blocks, threads)
         return summaries
 
-    rows, columns = logits.shape
-    summaries = torch.empty(2, rows, blocks, dtype=torch.float32)
-    threads = threads_for(logits.numel())
-    host.logit_blocks(logits, scale, summaries, rows, columns, blocks, threads)
-    return summaries
+    parts = _in_blocks(logits, scale, blocks, each)
+    highest = parts.amax(dim=-1)
+    safe = highest.masked_fill(highest == -torch.inf, 0.0)
+    return torch.stack([highest, (parts - safe[:, :, None]).exp().sum(dim=-1)])
 
 
-def draw(
+def _draw(
     logits: Tensor,
     scale: float,
     summaries: Tensor,
@@ -218,35 +220,13 @@ def draw(
         tokens: int64 [batch], to be written.
         logprobs: float32 [batch], to be written.
     """
+    ranks, _, rows, blocks = summaries.shape
     host = kernels.find_for(logits)
-    if host is None:
-        _draw(logits, scale, summaries, uniform, rank, first, each, tokens, logprobs)
+    if host is not None and each == _HOST_COLUMNS:
+        sizes = (ranks, rank, first, rows, logits.shape[1], blocks, threads_for(logits.numel()))
+        host.draw(logits, scale, summaries, uniform, tokens, logprobs, *sizes)
         return
 
-    ranks, _, rows, blocks = summaries.shape
-    sizes = (ranks, rank, first, rows, logits.shape[1], blocks, threads_for(logits.numel()))
-    host.draw(logits, scale, summaries, uniform, tokens, logprobs, *sizes)
-
-
-def _logit_blocks_by_torch(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor:
-    parts = _in_blocks(logits, scale, blocks, each)
-    highest = parts.amax(dim=-1)
-    safe = highest.masked_fill(highest == -torch.inf, 0.0)
-    return torch.stack([highest, (parts - safe[:, :, None]).exp().sum(dim=-1)])
-
-
-def _draw_by_torch(
-    logits: Tensor,
-    scale: float,
-    summaries: Tensor,
-    uniform: Tensor,
-    rank: int,
-    first: int,
-    each: int,
-    tokens: Tensor,
-    logprobs: Tensor,
-) -> None:
-    blocks = summaries.shape[-1]
     greedy = uniform[:, None] < 0
     tops, sums = summaries.permute(1, 2, 0, 3).flatten(2)
     top = tops.amax(dim=1, keepdim=True)
@@ -275,14 +255,13 @@ def _in_blocks(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor:
     return padded.unflatten(1, (blocks, each))
 
 
-_logit_blocks = operator(
-    "logit_blocks(Tensor logits, float factor, int blocks, int each) -> Tensor",
-    _logit_blocks_by_torch,
+logit_blocks = operator(
+    "logit_blocks(Tensor logits, float factor, int blocks, int each) -> Tensor", _logit_blocks
 )
-_draw = operator(
+draw = operator(
     "draw(Tensor logits, float factor, Tensor summaries, Tensor uniform, int rank, int first, "
     "int each, Tensor(a!) tokens, Tensor(b!) logprobs) -> ()",
-    _draw_by_torch,
+    _draw,
 )
 
 
