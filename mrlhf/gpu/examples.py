@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Form = Callable[..., Any]
@@ -91,10 +92,19 @@ def _decoding(numbers: Numbers, sizes: Sizes, has_sinks: bool = False) -> tuple[
     return _paged_attention(numbers, sizes, queries=1, longest=1024, window=0, has_sinks=has_sinks)
 
 
+_COLUMNS = 1024  # of a block of logits
+
+
 def _draw(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
+    """On the second of two ranks: the first has the token of the first of four rows."""
     logits = numbers(4, 3000).float()
-    uniform = torch.tensor([0.0, 0.3, 0.999, -1.0], dtype=torch.float64, device=logits.device)
-    return logits, 1.5, uniform
+    blocks = F.pad(2.5 * logits, (0, 72), value=-torch.inf).unflatten(1, (3, _COLUMNS))
+    tops = blocks.amax(2)
+    sums = (blocks - tops[:, :, None]).exp().sum(2)
+    summaries = torch.stack([torch.stack([tops - 1, sums]), torch.stack([tops, sums])])
+    uniform = torch.tensor([0.0, 0.4, 0.999, -1.0], dtype=torch.float64, device=logits.device)
+    drawn = torch.zeros_like(uniform, dtype=torch.int64), torch.zeros_like(logits[:, 0])
+    return logits, 2.5, summaries, uniform, 1, 3000, _COLUMNS, *drawn
 
 
 def _delta_step(numbers: Numbers, sizes: Sizes) -> tuple[Any, ...]:
@@ -146,6 +156,7 @@ EXAMPLES: dict[str, Callable[[Numbers, Sizes], tuple[Any, ...]]] = {
     "rotate": lambda x, s: (x(5, 2, s.group + 2, s.dim)[:, :, :-2], *_angles(x, 5, s), True),
     "rotate_store": _rotate_store,
     "paged_attention": _paged_attention,
+    "logit_blocks": lambda x, s: (x(4, 3000).float(), 2.5, 3, _COLUMNS),
     "draw": _draw,
     "sort_by_expert": lambda x, s: ((3 * x(5, 2).abs()).long(), 2, 4),
     "join_experts": lambda x, s: (

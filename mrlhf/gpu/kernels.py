@@ -16,7 +16,7 @@ _VARYING = (
     # differ between calls, or layers
     "rows", "sequences", "splits", "table_stride", "group", "window", "first",
     # are parts of a larger tensor; single numbers are read of most
-    "tables", "query_starts", "lengths", "sinks", "positions", "places", "uniform", "likeliest",
+    "tables", "query_starts", "lengths", "sinks", "positions", "places", "uniform", "logprobs",
     "targets", "sums", "tops", "table", "log_total", "ref_log_total", "entropy", "kl",
     "grad_logprobs", "grad_entropy", "grad_kl", "entries",
 )  # fmt: skip
@@ -325,36 +325,37 @@ def join_splits(parts, sums, tops, sinks, out, rows, splits, heads, dim, DIM: tl
 
 
 @_kernel
-def logit_blocks(
-    logits, tops, sums, likeliest, columns, blocks, stride, factor, COLUMNS: tl.constexpr
-):
-    """Of each block of COLUMNS scaled logits: the highest, where it is, and the sum of exp."""
+def logit_blocks(logits, summaries, columns, stride, factor, COLUMNS: tl.constexpr):
+    """Of each block of COLUMNS scaled logits: the highest, and after those of all rows the sums."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     places = block * COLUMNS + tl.arange(0, COLUMNS)
     loaded = tl.load(logits + row * stride + places, places < columns, 0.0).to(tl.float32) * factor
     scaled = tl.where(places < columns, loaded, -float("inf"))
 
     top = tl.max(scaled, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)
-    tl.store(tops + row * blocks + block, top)
-    tl.store(sums + row * blocks + block, tl.sum(tl.exp(scaled - safe), 0))
-    tl.store(likeliest + row * blocks + block, block * COLUMNS + tl.argmax(scaled, 0))
+    mine = summaries + row * blocks + block
+    tl.store(mine, top)
+    tl.store(mine + tl.num_programs(0) * blocks, tl.sum(tl.exp(scaled - safe), 0))
 
 
 @_kernel
 def draw(
-    logits, tops, sums, likeliest, uniform, tokens, logprobs, columns, blocks, stride, factor,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    logits, summaries, uniform, tokens, logprobs, columns, blocks, ranks, rank, first, stride,
+    factor, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token of each row from the blocks' sums and the columns of one block."""
+    """Draw a token of each row: all ranks find its block, and that block's rank the column."""
     row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
     number = tl.load(uniform + row)
     index = tl.arange(0, BLOCKS)
-    inside = index < blocks
-    top_of = tl.load(tops + row * blocks + index, inside, -float("inf"))
+    inside = index < ranks * blocks
+    place = (index // blocks * 2 * rows + row) * blocks + index % blocks
+    top_of = tl.load(summaries + place, inside, -float("inf"))
     top = tl.max(top_of, 0)
-    sum_of = tl.load(sums + row * blocks + index, inside, 0.0).to(tl.float64)
+    sum_of = tl.load(summaries + place + rows * blocks, inside, 0.0).to(tl.float64)
     mass = tl.exp((top_of - top).to(tl.float64)) * sum_of
     total = tl.sum(mass, 0)
     ends = tl.cumsum(mass, 0)
@@ -363,26 +364,28 @@ def draw(
     target = number * total
     last = tl.max(tl.where(mass > 0, index, 0), 0)
     block = tl.minimum(tl.sum((inside & (ends <= target)).to(tl.int32), 0), last)
+    if number < 0:
+        block = tl.minimum(tl.argmax(top_of, 0), ranks * blocks - 1)
     before = tl.sum(tl.where(index < block, mass, 0.0), 0)
 
     lanes = tl.arange(0, COLUMNS)
-    places = block * COLUMNS + lanes
-    real = places < columns
+    places = block % blocks * COLUMNS + lanes
+    real = places < tl.where(block // blocks == rank, columns, 0)
     loaded = tl.load(logits + row * stride + places, real, 0.0).to(tl.float32) * factor
     weights = tl.where(real, tl.exp((loaded - top).to(tl.float64)), 0.0)
     within = before + tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0, lanes, 0), 0)
     lane = tl.minimum(tl.sum((real & (within <= target)).to(tl.int32), 0), last)
-
-    drawn = (block * COLUMNS + lane).to(tl.int64)
-    chosen = tl.sum(tl.where(lanes == lane, loaded, 0.0), 0)
     if number < 0:
-        # Of numbers that are none argmax may be any lane, and the next pass takes the token.
-        likely = tl.minimum(tl.argmax(top_of, 0), blocks - 1)
-        drawn = tl.minimum(tl.load(likeliest + row * blocks + likely), columns - 1).to(tl.int64)
-        chosen = top
-    tl.store(tokens + row, drawn)
-    tl.store(logprobs + row, (chosen - top) - tl.log(total).to(tl.float32))
+        lane = tl.argmax(tl.where(real, loaded, -float("inf")), 0)
+
+    # Of numbers that are none argmax may be any lane, and the next pass takes the token.
+    column = tl.minimum(block % blocks * COLUMNS + lane, columns - 1)
+    chosen = tl.sum(tl.where(lanes == lane, loaded, 0.0), 0)
+    logprob = (chosen - top) - tl.log(total).to(tl.float32)
+    mine = block // blocks == rank
+    tl.store(tokens + row, tl.where(mine, first + column, 0).to(tl.int64))
+    tl.store(logprobs + row, tl.where(mine, logprob, 0.0))
 
 
 @_kernel

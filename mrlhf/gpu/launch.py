@@ -239,29 +239,32 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def draw(logits: Tensor, factor: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row of `factor` * logits [batch, vocab].
+def logit_blocks(logits: Tensor, factor: float, blocks: int, each: int) -> Tensor:
+    """Return `mrlhf.inference.native.sampler._logit_blocks` of logits [batch, vocab_shard]."""
+    summaries = torch.empty(2, len(logits), blocks, dtype=torch.float32, device=logits.device)
+    kernels.logit_blocks[(len(logits), blocks)](
+        logits, summaries, logits.shape[1], logits.stride(0), factor, COLUMNS=each
+    )
+    return summaries
 
-    `uniform`, float64 [batch], picks the token: a number in [0, 1), or a negative number for the
-    likeliest token.
 
-    Returns:
-        The tokens, int64 [batch], and their log-probabilities, float32 [batch].
-    """
-    rows, columns = logits.shape
-    blocks = triton.cdiv(columns, _COLUMNS)
-    tops, sums = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
-    likeliest = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    sizes = (columns, blocks, logits.stride(0), factor)
-
-    kernels.logit_blocks[(rows, blocks)](logits, tops, sums, likeliest, *sizes, COLUMNS=_COLUMNS)
+def draw(
+    logits: Tensor,
+    factor: float,
+    summaries: Tensor,
+    uniform: Tensor,
+    rank: int,
+    first: int,
+    each: int,
+    tokens: Tensor,
+    logprobs: Tensor,
+) -> None:
+    """Write `mrlhf.inference.native.sampler._draw` of logits [batch, vocab_shard]."""
+    ranks, _, rows, blocks = summaries.shape
     kernels.draw[(rows,)](
-        logits, tops, sums, likeliest, uniform, tokens, logprobs, *sizes,
-        COLUMNS=_COLUMNS, BLOCKS=triton.next_power_of_2(blocks),
+        logits, summaries, uniform, tokens, logprobs, logits.shape[1], blocks, ranks, rank, first,
+        logits.stride(0), factor, COLUMNS=each, BLOCKS=triton.next_power_of_2(ranks * blocks),
     )  # fmt: skip
-    return tokens, logprobs
 
 
 def sort_by_expert(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

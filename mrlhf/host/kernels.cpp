@@ -16,7 +16,6 @@ EXPORT(gated_backward, gated_backward)
 EXPORT(rotate_store, paged::rotate_store)
 EXPORT(attend_paged, paged::attend)
 EXPORT(logit_blocks, logit_blocks)
-EXPORT(pick, pick)
 EXPORT(draw, draw)
 
 void* multiply_float32 = (void*)products::multiply;

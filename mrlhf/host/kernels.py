@@ -28,9 +28,8 @@ _SIGNATURES = {
     "attend_packed_backward": "pppp pppp ppp pppp iiiiii fn",
     "rotate_store": "ppp f ppppppp iiiiii n",
     "attend_paged": "pppp i pppp iiiiii fn",
-    "logit_blocks": "p f ppp ii n",
-    "pick": "p f pppppp ii n",
-    "draw": "p f ppp ii n",
+    "logit_blocks": "p f p iii n",
+    "draw": "p f pppp iiiiii n",
 }
 _OF_FLOAT32 = {"multiply": "pppp iii n", "mixture_of_float32": "pppppp iiiiii n"}
 _MIXTURE_OF_BFLOAT16 = {"mixture_of_bfloat16": "pppppp iiiiii n"}

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -269,17 +270,46 @@ def _has_varlen(query: Tensor, key: Tensor) -> bool:
 @cache
 def _varlen_works(dtype: torch.dtype, heads: int, head_dim: int) -> bool:
     """Whether `attend_varlen` works as `attend_one_by_one`, tried once; else it warns."""
-    try:
-        gap = max(_varlen_gap(dtype, heads, head_dim, window) for window in (None, 7))
-        problem = "" if gap <= _MOST_GAP else f"it differs by {gap:.2g} of the largest number"
-    except Exception as error:  # of the driver or of torch's version
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    takes_third = _activate_flash_attention_3()
+    problem = _varlen_problem(dtype, heads, head_dim)
+    if problem and takes_third and torch.nn.attention.current_flash_attention_impl() == "FA3":
+        _log.warning(
+            "FlashAttention 3 does not work here (%s); torch's own takes its place", problem
+        )
+        torch.nn.attention.restore_flash_attention_impl()
+        _varlen_works.cache_clear()  # what was tried with it
+        problem = _varlen_problem(dtype, heads, head_dim)
     if problem:
         _log.warning(
             "torch's varlen_attn does not work here (%s); sequences attend one by one, more slowly",
             problem,
         )
     return not problem
+
+
+def _varlen_problem(dtype: torch.dtype, heads: int, head_dim: int) -> str:
+    try:
+        gap = max(_varlen_gap(dtype, heads, head_dim, window) for window in (None, 7))
+    except Exception as error:  # of the driver or of torch's version
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "" if gap <= _MOST_GAP else f"it differs by {gap:.2g} of the largest number"
+
+
+@cache
+def _activate_flash_attention_3() -> bool:
+    """Let torch attend by FlashAttention 3, if this is a Hopper and the package is there.
+
+    Returns whether torch does.
+    """
+    if torch.cuda.get_device_capability()[0] != 9 or find_spec("flash_attn_interface") is None:
+        return False
+    try:  # torch 2.10 has no registry
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except Exception as error:  # also of a package for another version of CUDA or torch
+        _log.warning("FlashAttention 3 cannot be loaded (%s); torch's own attends", error)
+        return False
+    _log.info("attention within packs is FlashAttention 3's")
+    return True
 
 
 @torch.inference_mode(False)
@@ -294,14 +324,17 @@ def _varlen_gap(dtype: torch.dtype, heads: int, head_dim: int, window: int | Non
     edges = torch.tensor([0, 40, 43], dtype=torch.int32, device="cuda")
     mask = Packed(edges, edges, 40, 40)
     inputs = draw(43, 2, heads, head_dim), draw(43, 2, head_dim), draw(43, 2, head_dim)
-    query, key, value = (x.requires_grad_() for x in inputs)
     grad = draw(43, 2 * heads * head_dim)
 
-    def results(way: Callable[..., Tensor]) -> list[Tensor]:
-        output = way(query, key, value, mask, head_dim**-0.5, window)
-        return [output.detach(), *torch.autograd.grad(output, (query, key, value), grad)]
+    def results(way: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        copies = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        output = way(*copies, mask, head_dim**-0.5, window)
+        return [output.detach(), *torch.autograd.grad(output, copies, grad.to(dtype))]
 
-    pairs = zip(results(attend_varlen), results(attend_one_by_one), strict=True)
+    # FlashAttention takes no float32, so it is not compared with itself.
+    pairs = zip(
+        results(attend_varlen, dtype), results(attend_one_by_one, torch.float32), strict=True
+    )
     return max(float((mine - true).abs().max() / true.abs().max()) for mine, true in pairs)
 
 

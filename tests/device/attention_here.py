@@ -47,10 +47,43 @@ def taken() -> dict[str, bool]:
     query = torch.ones(4, 1, 2, 16, dtype=torch.bfloat16, device=DEVICE.device)
     found = {}
     for name, way in WAYS.items():
-        attention._varlen_options.cache_clear()
-        attention._varlen_works.cache_clear()
+        _forget()
         with mock.patch.object(attention, "_varlen_attn", lambda way=way: way):
             found[name] = attention._has_varlen(query, query[:, :, 0])
+    _forget()
+    return found
+
+
+def third(package: str, broken: bool) -> dict[str, Any]:
+    """What is taken, said and left in torch where a package of FlashAttention 3 is found."""
+    said: list[str] = []
+    torch.nn.attention.register_flash_attention_impl("FA3", register_fn=mock.Mock())
+
+    def way(*tensors: Any, **options: Any) -> Any:
+        is_third = torch.nn.attention.current_flash_attention_impl() == "FA3"
+        return varlen_attn(*tensors, **options) * (2.0 if is_third and broken else 1.0)
+
+    def say(text: str, *values: Any) -> None:
+        said.append(text % values)
+
+    query = torch.ones(4, 1, 2, 16, dtype=torch.bfloat16, device=DEVICE.device)
+    _forget()
+    with (
+        mock.patch.object(attention, "find_spec", {package: "found"}.get),
+        mock.patch.object(attention, "_varlen_attn", lambda: way),
+        mock.patch.object(
+            attention, "_varlen_options", lambda: {"scale", "window_size", "enable_gqa"}
+        ),
+        mock.patch.multiple(attention._log, info=say, warning=say),
+    ):
+        taken = attention._has_varlen(query, query[:, :, 0])
+    found = {"taken": taken, "active": torch.nn.attention.current_flash_attention_impl()}
+    torch.nn.attention.restore_flash_attention_impl()
+    _forget()
+    return {**found, "said": said}
+
+
+def _forget() -> None:
     attention._varlen_options.cache_clear()
     attention._varlen_works.cache_clear()
-    return found
+    attention._activate_flash_attention_3.cache_clear()

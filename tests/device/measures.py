@@ -73,6 +73,11 @@ def figures_of_two() -> Figures:
         figures[label] = float(counts.stops)
     figures |= _mixture("experts on 2 ranks", AxisSizes(ep=2))
     figures["experts of 2 replicas: matrices apart from the others"] = _apart(AxisSizes())
+    for name in ("temperature 1", "greedy"):
+        sampling = SamplingParams(max_tokens=6, seed=1, **SAMPLINGS[name])
+        engines = (engine_of(layers, group=dist.group.WORLD) for layers in (1, 2))
+        one, two = (_decode_step(engine, sampling).replayed for engine in engines)
+        figures[f"decode on 2 ranks, {name}: kernels in the graph outside layers"] = 2.0 * one - two
 
     ours = torch.tensor(list(figures.values()), dtype=torch.float64, device="cpu")
     dist.all_reduce(ours, dist.ReduceOp.MAX)
@@ -328,6 +333,7 @@ def engine_of(
     lora: Lora | None = None,
     eager: bool = False,
     spec: ModelSpec | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> NativeEngine:
     spec = replace(spec or model_spec(layers), lora=lora)
     limits = EngineLimits(
@@ -337,7 +343,7 @@ def engine_of(
         cache_bytes=1 << 24,
         enforce_eager=eager,
     )
-    engine = NativeEngine(spec, None, DEVICE.device, torch.bfloat16, limits, never=never)
+    engine = NativeEngine(spec, group, DEVICE.device, torch.bfloat16, limits, never=never)
     family = FAMILIES[spec.family]
     slots = engine.weight_slots()
     initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)

@@ -18,7 +18,7 @@ A100, H100 = 80, 90  # compute capability times 10
 SIZES = (
     "rows", "size", "group", "dim", "half", "heads", "kv_heads", "sequences", "columns", "blocks",
     "window", "first", "valid", "splits", "per_token", "count", "entries", "shared", "key_dim",
-    "value_dim",
+    "value_dim", "ranks", "rank",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
@@ -26,16 +26,15 @@ TYPES = {
     **dict.fromkeys(["eps", "sign", "scale", "factor", "beta"], "fp32"),
     **dict.fromkeys(["scales", "sums", "tops", "grad_weights", "cosines", "sines"], "*fp32"),
     **dict.fromkeys(["parts"], "*fp32"),
-    **dict.fromkeys(["tables", "query_starts", "lengths", "likeliest"], "*i32"),
+    **dict.fromkeys(["tables", "query_starts", "lengths"], "*i32"),
     **dict.fromkeys(["positions", "places", "tokens", "targets"], "*i64"),
     **dict.fromkeys(["table", "log_total", "ref_log_total", "entropy", "kl"], "*fp32"),
     **dict.fromkeys(["shares"], "*fp32"),
     **dict.fromkeys(["ends"], "*i32"),
     **dict.fromkeys(["grad_logprobs", "grad_entropy", "grad_kl"], "*fp32"),
-    **dict.fromkeys(["states"], "*fp32"),
+    **dict.fromkeys(["summaries", "logprobs", "states"], "*fp32"),
     **dict.fromkeys(["slots"], "*i64"),
     "uniform": "*fp64",
-    "logprobs": "*fp32",
 }
 DECODE = {"GROUP": 4, "PAGE": 64, "QUERIES": 1, "ROWS": 16, "KEYS": 64, "DIM": 128}
 PREFILL = DECODE | {"QUERIES": 16, "ROWS": 64}

@@ -26,6 +26,7 @@ from mrlhf.models.attention import attend_gathered
 from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
 from mrlhf.parallel import vocab_sums
 from mrlhf.parallel.masks import Paged
+from tests import sharded_draws
 
 EPS = 1e-6
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3}
@@ -80,7 +81,7 @@ def test_a_gpu_without_triton_is_told_of(
     monkeypatch.setattr(library, "_has_triton", lambda: False)
     library.try_kernels(Sizes(hidden=97))
     (said,) = caplog.messages
-    assert said.startswith("14 of 14") and "(Triton is not installed)" in said
+    assert said.startswith("15 of 15") and "(Triton is not installed)" in said
 
 
 def test_kernels_that_fail_at_a_models_sizes_are_named_once(
@@ -104,8 +105,8 @@ def test_kernels_that_fail_at_a_models_sizes_are_named_once(
     library.try_kernels(large)
     library.try_kernels(large)
     training, engine = caplog.messages
-    assert training.startswith("1 of 14 kernels do not work here") and "rotate (Out" in training
-    assert "2 of 14" in engine and "paged_attention, rotate (Out" in engine
+    assert training.startswith("1 of 15 kernels do not work here") and "rotate (Out" in training
+    assert "2 of 15" in engine and "paged_attention, rotate (Out" in engine
     assert "\n" not in engine and engine == library.fallen_back() and "more slowly" in engine
 
     assert library._kernel_or_form("rotate") is library._forms["rotate"]
@@ -304,22 +305,27 @@ def test_attention_to_pages(
 
 
 @both_dtypes
-def test_tokens_are_drawn(launch: ModuleType, dtype: torch.dtype) -> None:
-    logits = torch.randn(40, 2500).to(dtype)[:, :2100]  # of three blocks, the last not full
+@pytest.mark.parametrize(
+    "widths", [(2100,), (1100, 1000), (700, 700, 700, 0), (2000, 100)], ids=str
+)
+def test_tokens_are_drawn(launch: ModuleType, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+    """On one rank of three blocks, or on several: widths within a block, uneven ones, and none."""
+    logits = torch.randn(40, 2500).to(dtype)[:, :2100]
     logits[:, 7] = -torch.inf
-    logits[0, :2000] = -torch.inf  # two blocks without any weight
+    logits[0, :2000] = -torch.inf  # blocks without any weight
+    logits[3, [300, 2050]] = 9.0  # of equal ones the first is the likeliest
     uniform = torch.rand(40, dtype=torch.float64)
-    uniform[:4] = torch.tensor([0.0, 0.0, 1 - 1e-16, -1.0])
+    uniform[:5] = torch.tensor([0.0, 0.0, 1 - 1e-16, -1.0, -1.0])
 
-    tokens, logprobs = launch.draw(logits, 0.7, uniform)
+    tokens, logprobs = sharded_draws.draw(launch, logits, 0.7, uniform, widths, 1024)
+    wanted, exact = sharded_draws.plain(logits, 0.7, uniform)
+    assert torch.equal(tokens, wanted) and tokens[3] == 300
+    torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0)
 
-    exact = torch.log_softmax(logits.double() * 0.7, dim=-1)
-    ends = exact.exp().cumsum(dim=-1)
-    drawn = torch.searchsorted(ends, uniform.clamp_min(0)[:, None], right=True)[:, 0]
-    wanted = torch.where(uniform < 0, logits.float().argmax(dim=-1), drawn.clamp_max(2099))
-    assert torch.equal(tokens, wanted)
-    chosen = exact.gather(-1, wanted[:, None])[:, 0]
-    torch.testing.assert_close(logprobs.double(), chosen, atol=1e-5, rtol=0)
+    logits[5, 2060] = torch.nan
+    tokens, logprobs = sharded_draws.draw(launch, logits, 0.7, uniform, widths, 1024)
+    assert logprobs.isfinite().logical_not().nonzero().tolist() == [[5]]
+    assert 0 <= tokens[5] < 2100 and torch.equal(tokens[6:], wanted[6:])
 
 
 @pytest.mark.parametrize(("tokens", "first", "count"), [(1, 0, 7), (400, 0, 7), (400, 2, 3)])

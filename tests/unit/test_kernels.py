@@ -12,6 +12,7 @@ from mrlhf.inference.native import sampler
 from mrlhf.inference.native.operators import StepInputs, add_norm, rotate_store
 from mrlhf.models.attention import attend
 from mrlhf.parallel.masks import Paged
+from tests import sharded_draws
 from tests.compilers import both_ways
 
 EPS = 1e-5
@@ -115,33 +116,20 @@ def test_norms_equal_torch(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [1, 5, 128, 129, 1000])
-def test_one_pass_over_the_logits_equals_torch(dtype, columns):
-    logits = (6 * torch.randn(64, columns, generator=torch.Generator().manual_seed(columns))).to(
-        dtype
-    )
-    ways = both_ways(dtype)
-    results = []
-    for way in ways:
-        with way:
-            results.append(sampler.logit_blocks(logits, 0.7))
-    ours, theirs = results
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("widths", [(1,), (5,), (128,), (129,), (1000,), (500, 500), (300, 40, 0)])
+def test_tokens_are_drawn_on_one_rank_and_on_several(dtype, widths):
+    columns = sum(widths)
+    generator = torch.Generator().manual_seed(columns)
+    logits = (6 * torch.randn(64, columns, generator=generator)).to(dtype)
+    uniform = torch.rand(64, generator=generator, dtype=torch.float64)
+    uniform[::7] = -1.0
+    wanted, exact = sharded_draws.plain(logits, 0.7, uniform)
 
-    tops = theirs[0].amax(dim=1)
-    total = (logits.double() * 0.7 - tops[:, None]).exp().sum(dim=1)
-    targets = (
-        torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * total
-    )
-    targets[::7] = -1.0
-    picked = []
-    for way in ways:
+    for way in both_ways(dtype):
         with way:
-            picked.append(sampler.pick(logits, 0.7, *theirs[:2], tops, targets))
-    ours, theirs = picked
-    assert torch.equal(ours[0], theirs[0]) and (ours[0][::7] == -1).all()
-    torch.testing.assert_close(*(chosen for _, chosen in (ours, theirs)), rtol=1e-6, atol=1e-6)
+            tokens, logprobs = sharded_draws.draw(sampler, logits, 0.7, uniform, widths, 128)
+        assert torch.equal(tokens, wanted)
+        torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=3e-6)
 
 
 def test_several_threads_give_what_one_gives():
@@ -153,7 +141,7 @@ def test_several_threads_give_what_one_gives():
         for count in (1, 2):
             torch.set_num_threads(count)
             norm = add_norm(hidden.clone(), logits, torch.ones(3000), EPS)
-            results.append((norm, *sampler.logit_blocks(logits, 1.0)))
+            results.append((norm, sampler.logit_blocks(logits, 1.0, 24, 128)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))

@@ -2,8 +2,8 @@
 
 The number is a hash of (seed, uid, sample index, position) alone. So batch order, replica and
 layout cannot change a response, except where they round the logits differently. Each rank keeps its
-columns of the logits and reads them once; the ranks exchange a few numbers for each row. This file
-knows rows, and no models or sequences.
+columns of the logits and reads them once; the ranks exchange two numbers for each block of columns.
+This file knows rows, and no models or sequences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from torch import Tensor
 from mrlhf.device import send
 from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
-from mrlhf.host.kernels import Kernels, threads_for
+from mrlhf.host.kernels import threads_for
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.records import as_bits
 
 Words = NDArray[np.uint64]
 
-_COLUMNS = 128
+# Columns of the vocabulary that form a block: on a host, as in `drawing.h`, and on a GPU.
+_HOST_COLUMNS = 128
+_COLUMNS = 1024
 # Stands for the logits of tokens that are never drawn. Divided by a temperature it stays finite,
 # and its difference to any other logit is beyond what exp does not round to zero.
 _NEVER = -1e30
@@ -150,137 +152,117 @@ class TokenSampler:
     def _draw_rows(
         self, logits: Tensor, uniform: Tensor, vocab_start: int, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """Draw as `draw` does, among all tokens, without top-k and top-p."""
+        """Draw as `draw` does, among all tokens, without top-k and top-p.
+
+        The ranks tell each other how much weight each block of their columns has. So all find the
+        block that has a row's token, and the rank of the block finds the token in it.
+        """
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
-        host = kernels.find_for(logits)
-        if self._parallel.size == 1 and (host is not None or serves(logits)):
-            numbers = torch.full_like(uniform, -1.0) if greedy else uniform
-            if host is not None:
-                return _draw_from_all(host, logits, scale, numbers)
-            tokens, logprobs = _draw_on_gpu(logits, scale, numbers)
-            return tokens, logprobs
+        numbers = torch.full_like(uniform, -1.0) if greedy else uniform
+        each = _COLUMNS if logits.is_cuda else _HOST_COLUMNS
+        blocks = -(-max(self._parallel.widths(logits)) // each)
+        summaries = self._parallel.gather(logit_blocks(logits, scale, blocks, each))
 
-        # This rank's highest logit, the mass of its columns, and its likeliest token.
-        highest, sums, likeliest = logit_blocks(logits, scale)
-        top = highest.amax(dim=1)
-        mass = ((highest - top[:, None]).double().exp() * sums).sum(dim=1)
-        mine = torch.stack([top.double(), mass, (likeliest + vocab_start).double()])
-
-        # The same of all ranks, with masses on one scale.
-        tops, masses, likeliest = self._parallel.gather(mine).unbind(dim=1)
-        top = tops.amax(dim=0)
-        masses = masses * (tops - top).exp()
-        ends = masses.cumsum(dim=0)
-        total = ends[-1]
-        if greedy:
-            winner = (tops == top).int().argmax(dim=0, keepdim=True)
-            return likeliest.gather(0, winner)[0].long(), -total.log().float()
-
-        # The rank that has the token: the first whose end lies beyond the target. If rounding puts
-        # the target past all ends, it is the last rank that has any mass.
-        target = uniform * total
-        owner = torch.minimum((ends <= target).sum(dim=0), (masses > 0).cumsum(dim=0).argmax(dim=0))
-        local = target - (ends - masses)[self._parallel.rank]
-        local = torch.where(owner == self._parallel.rank, local.clamp_min(0.0), -1.0)
-
-        # The owner finds the token; the other ranks add zeros.
-        columns, chosen = pick(logits, scale, highest, sums, top.float(), local)
-        tokens = torch.where(columns >= 0, columns + vocab_start, 0)
-        drawn = torch.stack([tokens.double(), chosen.double()])
-        tokens, chosen = self._parallel.sum(drawn)
-        return tokens.long(), (chosen - top - total.log()).float()
+        # The rank that has a row's token writes it, and the others zeros: a sum joins them.
+        words = torch.empty(3 * len(logits), dtype=torch.int32, device=logits.device)
+        tokens = words[: 2 * len(logits)].view(torch.int64)
+        logprobs = words[2 * len(logits) :].view(torch.float32)
+        place = (self._parallel.rank, vocab_start, each)
+        draw(logits, scale, summaries, numbers, *place, tokens, logprobs)
+        self._parallel.sum(words)
+        return tokens, logprobs
 
 
-def _draw_from_all(
-    host: Kernels, logits: Tensor, scale: float, uniform: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw from logits [batch, vocab] of the whole vocabulary; a negative number is greedy."""
-    rows, columns = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64)
-    logprobs = torch.empty(rows, dtype=torch.float32)
-    threads = threads_for(logits.numel())
-    host.draw(logits, scale, uniform, tokens, logprobs, rows, columns, threads)
-    return tokens, logprobs
-
-
-def _draw_by_torch(logits: Tensor, scale: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """`_draw_from_all` on torch's operators."""
-    scaled = logits.float() * scale
-    top, likeliest = scaled.max(dim=-1)
-    ends = (scaled - top[:, None]).double().exp().cumsum(dim=-1)
-    total = ends[:, -1]
-    drawn = _first_above(ends, (uniform * total)[:, None])[0][:, 0]
-    tokens = torch.where(uniform < 0, likeliest, drawn)
-    chosen = scaled.gather(-1, tokens[:, None])[:, 0]
-    return tokens, chosen - top - total.log().float()
-
-
-_draw_on_gpu = operator(
-    "draw(Tensor logits, float factor, Tensor uniform) -> (Tensor, Tensor)", _draw_by_torch
-)
-
-
-def logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Summarise each row of `scale` * logits [batch, vocab_shard] by blocks of 128 columns.
+def _logit_blocks(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor:
+    """Summarise each row of `scale` * logits [batch, vocab_shard] by `blocks` of `each` columns.
 
     Returns:
-        The highest scaled logit of each block, float32 [batch, blocks]; the sum of exp(scaled logit
-        - that highest) over each block, float32 [batch, blocks]; and the first column that has the
-        highest scaled logit of the whole row, int64 [batch].
+        The highest scaled logit of each block, and the sum of exp(scaled logit - that highest) over
+        it, float32 [2, batch, blocks]. A block past the last column has no weight.
     """
     host = kernels.find_for(logits)
-    if host is not None:
+    if host is not None and each == _HOST_COLUMNS:
         rows, columns = logits.shape
-        highest, sums = torch.empty((2, rows, -(-columns // _COLUMNS)), dtype=torch.float32)
-        likeliest = torch.empty(rows, dtype=torch.int64)
+        summaries = torch.empty(2, rows, blocks, dtype=torch.float32)
         threads = threads_for(logits.numel())
-        host.logit_blocks(logits, scale, highest, sums, likeliest, rows, columns, threads)
-        return highest, sums, likeliest
+        host.logit_blocks(logits, scale, summaries, rows, columns, blocks, threads)
+        return summaries
 
-    scaled = logits.float() * scale
-    padded = F.pad(scaled, (0, -scaled.shape[-1] % _COLUMNS), value=-torch.inf)
-    blocks = padded.unflatten(-1, (-1, _COLUMNS))
-    highest = blocks.amax(dim=-1)
-    return highest, (blocks - highest[:, :, None]).exp().sum(dim=-1), scaled.argmax(dim=-1)
+    parts = _in_blocks(logits, scale, blocks, each)
+    highest = parts.amax(dim=-1)
+    safe = highest.masked_fill(highest == -torch.inf, 0.0)
+    return torch.stack([highest, (parts - safe[:, :, None]).exp().sum(dim=-1)])
 
 
-def pick(
-    logits: Tensor, scale: float, highest: Tensor, sums: Tensor, tops: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Find the column of each row at which the running sum of weights passes the row's target.
+def _draw(
+    logits: Tensor,
+    scale: float,
+    summaries: Tensor,
+    uniform: Tensor,
+    rank: int,
+    first: int,
+    each: int,
+    tokens: Tensor,
+    logprobs: Tensor,
+) -> None:
+    """Write a token of each row and its log-probability if it is one of this rank's, else zeros.
 
-    The weight of a column is exp(scaled logit - top). `highest` and `sums` come from
-    `logit_blocks`; `tops` are the rows' highest scaled logits over all ranks, float32 [batch];
-    `targets` are float64 [batch], and a row with a negative one is skipped.
-
-    Returns:
-        The columns, int64 [batch], and their scaled logits, float32 [batch]. A row that is skipped
-        has column -1 and logit 0.
+    Args:
+        logits: [batch, vocab_shard].
+        scale: factor of the logits.
+        summaries: what `logit_blocks` gives on all ranks, [ranks, 2, batch, blocks].
+        uniform: picks the token, float64 [batch]: a number in [0, 1), or a negative one for the
+            likeliest token.
+        rank: this rank's place in `summaries`.
+        first: the token of the first column.
+        each: columns of a block.
+        tokens: int64 [batch], to be written.
+        logprobs: float32 [batch], to be written.
     """
+    ranks, _, rows, blocks = summaries.shape
     host = kernels.find_for(logits)
-    if host is not None:
-        rows = len(logits)
-        tokens = torch.empty(rows, dtype=torch.int64)
-        chosen = torch.empty(rows, dtype=torch.float32)
-        sizes = (rows, logits.shape[1], threads_for(64 * rows))
-        host.pick(logits, scale, highest, sums, tops, targets, tokens, chosen, *sizes)
-        return tokens, chosen
+    if host is not None and each == _HOST_COLUMNS:
+        sizes = (ranks, rank, first, rows, logits.shape[1], blocks, threads_for(logits.numel()))
+        host.draw(logits, scale, summaries, uniform, tokens, logprobs, *sizes)
+        return
 
-    ends = ((highest - tops[:, None]).double().exp() * sums).cumsum(dim=-1)
-    block, before = _first_above(ends, targets[:, None])
+    greedy = uniform[:, None] < 0
+    tops, sums = summaries.permute(1, 2, 0, 3).flatten(2)
+    top = tops.amax(dim=1, keepdim=True)
+    ends = ((tops - top).double().exp() * sums).cumsum(dim=1)
+    target = uniform[:, None] * ends[:, -1:]
+    block, before = _first_above(ends, target)
+    block = torch.where(greedy, tops.argmax(dim=1, keepdim=True), block)
 
-    columns = block * _COLUMNS + torch.arange(_COLUMNS, device=logits.device)
-    inside = columns < logits.shape[-1]
-    scaled = logits.gather(-1, columns.clamp_max(logits.shape[-1] - 1)).float() * scale
-    scaled = scaled.masked_fill(~inside, -torch.inf)
+    # This rank's block of that number; where the token is another rank's, it does not count.
+    place = (block % blocks)[:, :, None].expand(-1, -1, each)
+    scaled = _in_blocks(logits, scale, blocks, each).gather(1, place)[:, 0]
+    within = before + (scaled - top).double().exp().cumsum(dim=1)
+    lane = torch.where(greedy, scaled.argmax(dim=1, keepdim=True), _first_above(within, target)[0])
+    chosen = scaled.gather(1, lane) - top - ends[:, -1:].log().float()
+    column = (block % blocks * each + lane).clamp_max(logits.shape[1] - 1)
 
-    within = (scaled - tops[:, None]).double().exp().cumsum(dim=-1) + before
-    place, _ = _first_above(within, targets[:, None])
-    column = (block * _COLUMNS + place)[:, 0].clamp_max(logits.shape[-1] - 1)
-    skipped = targets < 0
-    chosen = scaled.gather(-1, place)[:, 0].masked_fill(skipped, 0.0)
-    return column.masked_fill(skipped, -1), chosen
+    other = (block // blocks != rank)[:, 0]
+    tokens.copy_((first + column)[:, 0].masked_fill(other, 0))
+    logprobs.copy_(chosen[:, 0].masked_fill(other, 0.0))
+
+
+def _in_blocks(logits: Tensor, scale: float, blocks: int, each: int) -> Tensor:
+    """Scaled logits, float32 [batch, blocks, each]; -inf stands for columns that there are not."""
+    missing = blocks * each - logits.shape[1]
+    padded = F.pad(logits.float() * scale, (0, missing), value=-torch.inf)
+    return padded.unflatten(1, (blocks, each))
+
+
+logit_blocks = operator(
+    "logit_blocks(Tensor logits, float factor, int blocks, int each) -> Tensor", _logit_blocks
+)
+draw = operator(
+    "draw(Tensor logits, float factor, Tensor summaries, Tensor uniform, int rank, int first, "
+    "int each, Tensor(a!) tokens, Tensor(b!) logprobs) -> ()",
+    _draw,
+)
 
 
 def sample_truncated(

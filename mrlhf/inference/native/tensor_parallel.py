@@ -29,22 +29,26 @@ class TensorParallel:
         """Return the tensors of all ranks, which have one shape, stacked: [ranks, ...]."""
         if self.size == 1:
             return mine[None]
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine.contiguous(), group=self._group)
-        return torch.stack(parts)
+        parts = mine.new_empty(self.size * len(mine), *mine.shape[1:])
+        dist.all_gather_into_tensor(parts, mine.contiguous(), group=self._group)
+        return parts.view(self.size, *mine.shape)
 
-    def all_columns(self, shard: Tensor) -> Tensor:
-        """Return the shards [batch, vocab_shard] of all ranks side by side.
-
-        Widths may differ between the ranks, and are the same in each call.
-        """
+    def widths(self, shard: Tensor) -> list[int]:
+        """Columns of each rank's shard, [batch, vocab_shard]; they are the same in each call."""
         if self.size == 1:
-            return shard
+            return [shard.shape[1]]
         if not self._widths:
             self._widths = self.gather(torch.tensor([shard.shape[1]]))[:, 0].tolist()
-        padded = shard.new_zeros(len(shard), max(self._widths))
+        return self._widths
+
+    def all_columns(self, shard: Tensor) -> Tensor:
+        """Return the shards [batch, vocab_shard] of all ranks side by side."""
+        if self.size == 1:
+            return shard
+        widths = self.widths(shard)
+        padded = shard.new_zeros(len(shard), max(widths))
         padded[:, : shard.shape[1]] = shard
-        parts = zip(self.gather(padded), self._widths, strict=True)
+        parts = zip(self.gather(padded), widths, strict=True)
         return torch.cat([part[:, :width] for part, width in parts], dim=-1)
 
     def least(self, number: int) -> int:
