@@ -1,6 +1,6 @@
 """Compares a GRPO step with adapters with the same work in TRL's `GRPOTrainer`.
 
-    python benchmarks/grpo_step.py [--quick] [--json FILE] [--set KEY=VALUE]
+    python benchmarks/grpo_step.py [--quick] [--json FILE] [--set KEY=VALUE] [--distil BETA]
 
 A step is 8 prompts of 40 tokens with 8 samples of 40 tokens each, in bfloat16: sampling, a reward
 that costs nothing, the KL to the base in the loss, and one optimizer step of adapters of rank 16 on
@@ -8,6 +8,11 @@ all linear layers. Nobody may end a response, so all have the same lengths. Ours
 ranks of one thread as there are cores, TRL on one process with as many threads. They take turns;
 the first round is not counted. A step with other numbers of tokens or optimizer steps is refused.
 Processor seconds are those of all cores; with `--cores 1` other programs hardly disturb them.
+
+With `--distil` it is a step of on-policy distillation, beside TRL's `DistillationTrainer`: one
+sample a prompt, no reward and no reference, and a teacher with twice as many layers. With
+`--greedy --dtype float32` both draw the same tokens, so that the divergences of the first step,
+before any update, can be compared.
 """
 
 from __future__ import annotations
@@ -21,10 +26,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from model_sizes import SIZES, model_config
 from teams import Start, Team
 from train_step_case import FIRST_WORD, Case, write_case
 from train_step_contenders import HERE, prepare_trl
+from transformers import LlamaForCausalLM
 
 TRL = "trl==1.16.0"
 LENGTH = 40  # of a prompt, and of a response
@@ -40,9 +47,12 @@ def main() -> None:
     add("--json", metavar="FILE", help="write all figures there too")
     add("--quick", action="store_true", help="a smoke run of a tiny model, without TRL")
     add("--size", choices=SIZES, default="SmolLM2-135M")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--cores", type=int, default=2)
     add("--prompts", type=int, default=8)
     add("--repeats", type=int, default=3)
+    add("--distil", type=float, metavar="BETA", help="0: forward KL; 1: reverse; between: JSD")
+    add("--greedy", action="store_true", help="draw the likeliest tokens")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
     add("--before", type=Path, metavar="DIR", help="a checkout that takes part as well")
     add("--no-trl", action="store_true", help="ours alone")
@@ -52,34 +62,53 @@ def main() -> None:
         vars(arguments).update(size="tiny", cores=1, repeats=1, no_trl=True)
 
     with tempfile.TemporaryDirectory() as directory:
-        case = _case(arguments.size, arguments.prompts)
+        case = _case(arguments.size, arguments.dtype, arguments.prompts)
         write_case(case, Path(directory), batches=1)
+        if arguments.distil is not None:
+            _write_teacher(arguments.size, Path(directory))
         rows = _measure(Path(directory), arguments)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
     print("\n".join(table(rows)))
 
 
-def _case(size: str, count: int) -> Case:
+def _case(size: str, dtype: str, count: int) -> Case:
     draw = random.Random(1)
     words = range(FIRST_WORD, model_config(size).vocab_size)
     prompts = [draw.choices(words, k=LENGTH) for _ in range(count)]
-    return Case(size, "bfloat16", "equal", prompts, [LENGTH] * count)
+    return Case(size, dtype, "equal", prompts, [LENGTH] * count)
+
+
+def _write_teacher(size: str, directory: Path) -> None:
+    config = model_config(size)
+    config.num_hidden_layers *= 2
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(directory / "teacher")
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    """Responses to a prompt; to distil, TRL draws one."""
+    return SAMPLES if arguments.distil is None else 1
 
 
 def _starts(directory: Path, arguments: argparse.Namespace) -> dict[str, Start]:
     cores = arguments.cores
+    work = [str(directory), str(_samples(arguments))]
+    if arguments.distil is not None:
+        work.append(f"--distil={arguments.distil}")
+    if arguments.greedy:
+        work.append("--greedy")
     starts = {}
     trees = {"ours": HERE.parent}
     if arguments.before is not None:
         trees["before"] = arguments.before
     for name, tree in trees.items():
-        command = [sys.executable, str(HERE / "grpo_step_ours.py"), str(directory), str(SAMPLES)]
+        command = [sys.executable, str(HERE / "grpo_step_ours.py"), *work]
         command += [f"--set={setting}" for setting in arguments.set]
         starts[name] = Start(name, command, cores, 1, cores, str(tree))
     if not arguments.no_trl:
         python = prepare_trl(arguments.trl_venv, TRL)
-        command = [python, str(HERE / "grpo_step_trl.py"), str(directory), str(SAMPLES)]
+        command = [python, str(HERE / "grpo_step_trl.py"), *work]
         starts["trl"] = Start("trl", command, 1, cores, cores, "", {"TQDM_DISABLE": "1"})
     return starts
 
@@ -98,12 +127,14 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> list[dict[str, A
             for name, team in teams.items():
                 answers = team.ask("step")
                 answer = answers[0]
-                _check(name, answer, arguments.prompts)
+                _check(name, answer, arguments.prompts * _samples(arguments))
                 processor = sum(one["seconds"]["cpu"] for one in answers)
                 clock = answer["seconds"]["clock"]
                 sys.stderr.write(
                     f"round {number}: {name} {clock:.2f} s, {processor:.2f} of cores\n"
                 )
+                if number == 0 and arguments.distil is not None:
+                    rows[name]["divergence"] = answer["divergence"]
                 if number:
                     rows[name]["seconds"].append(clock)
                     rows[name]["processor"].append(processor)
@@ -114,9 +145,9 @@ def _measure(directory: Path, arguments: argparse.Namespace) -> list[dict[str, A
     return list(rows.values())
 
 
-def _check(name: str, answer: dict[str, Any], prompts: int) -> None:
+def _check(name: str, answer: dict[str, Any], responses: int) -> None:
     """Stop if a contender did other work than the step asks for."""
-    wanted = {"tokens": prompts * SAMPLES * LENGTH, "optimizer_steps": 1}
+    wanted = {"tokens": responses * LENGTH, "optimizer_steps": 1}
     found = {what: answer[what] for what in wanted}
     if found != wanted:
         raise SystemExit(f"{name} did {found} in a step, not {wanted}")
@@ -137,7 +168,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             for name in row["phases"][0]
             if name != "step"
         }
-        cells.append(", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items()))
+        words = [f"{name} {seconds:.2f}" for name, seconds in phases.items()]
+        if "divergence" in row:
+            words.append(f"first divergence {row['divergence']:.7g}")
+        cells.append(", ".join(words))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

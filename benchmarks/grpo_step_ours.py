@@ -28,15 +28,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case", type=Path)
     parser.add_argument("samples", type=int)
+    parser.add_argument("--distil", type=float)
+    parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     turns = Turns()
     case = read_case(arguments.case)
     (arguments.case / "reward.py").write_text(REWARD)
-    trainer = make_trainer(
-        _keys(case, arguments.case, arguments.samples), arguments.set, arguments.case
-    )
-    force_lengths(trainer.parts.generator.engine, case.response_lengths)
+    keys = _keys(case, arguments.case, arguments.samples)
+    if arguments.distil is not None:
+        _distil(keys, arguments.case / "teacher", arguments.distil)
+    trainer = make_trainer(keys, arguments.set, arguments.case)
+    sampling = {"temperature": 0.0} if arguments.greedy else {}
+    force_lengths(trainer.parts.generator.engine, case.response_lengths, **sampling)
     turns.answer({})
 
     for number, _ in enumerate(turns, start=1):
@@ -50,6 +54,7 @@ def main() -> None:
                 "phases": phases_of(metrics),
                 "tokens": sum(trainer.state.collected.rollout.response_lengths),
                 "optimizer_steps": metrics["actor/optimizer_steps"],
+                "divergence": metrics.get("actor/distillation_kl"),
             }
         )
     leave()
@@ -81,6 +86,19 @@ def _keys(case: Case, directory: Path, samples: int) -> dict[str, Any]:
         },
         "trainer": {"total_steps": 1000, "output_dir": str(directory / "run"), "log_samples": 0},
     }
+
+
+def _distil(keys: dict[str, Any], teacher: Path, beta: float) -> None:
+    """Have a teacher teach in the place of the reward; `beta` is TRL's."""
+    divergence: dict[str, Any] = {"kl": {0.0: "forward", 1.0: "reverse"}.get(beta, "jsd")}
+    if divergence["kl"] == "jsd":
+        divergence["beta"] = beta
+    keys["algorithm"] = {"preset": "flash_reinforce", "distillation": divergence}
+    keys["teacher"] = {"path": str(teacher), "dtype": keys["actor"]["dtype"]}
+    keys["reward"]["terms"][0]["weight"] = 0
+    keys["actor"]["loss_agg_mode"] = "token-mean"
+    for key in ("use_kl_loss", "kl_loss_coef"):
+        del keys["actor"][key]
 
 
 if __name__ == "__main__":

@@ -101,16 +101,22 @@ class _Recorded:
         self._update(*self._batch)
 
 
-def force_lengths(engine: Any, lengths: Sequence[int]) -> None:
-    """Have each response end after as many tokens as the case says, and nowhere else."""
+def force_lengths(engine: Any, lengths: Sequence[int], **others: Any) -> None:
+    """Have each response end after as many tokens as the case says, and nowhere else.
+
+    Args:
+        engine: that generates.
+        lengths: in tokens.
+        others: fields of the sampling that are forced too.
+    """
     submit = engine.submit
 
     def submit_with_lengths(requests: Sequence[Request]) -> None:
         forced = []
         for request in requests:
             length = lengths[request.uid % len(lengths)]
-            sampling = replace(request.sampling, max_tokens=length, stop_token_ids=())
-            forced.append(replace(request, sampling=sampling))
+            fields = {"max_tokens": length, "stop_token_ids": (), **others}
+            forced.append(replace(request, sampling=replace(request.sampling, **fields)))
         submit(forced)
 
     engine.submit = submit_with_lengths

@@ -19,6 +19,7 @@ ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny size is 
 RUNS = [
     ("train_step", ["--quick"], ["ours", "ours", "plain"], "| tiny | float32 | spread | step |"),
     ("grpo_step", ["--quick"], ["ours"], "| tiny | ours |"),
+    ("grpo_step", ["--quick", "--distil", "1"], ["ours"], "first divergence 0.013"),
     ("episodes", ["--quick", "--work", "WORK"], ["ours"], "| 0.01 | ours | 1 x 2 |"),
     pytest.param("gpu", ["--size", "tiny"], [None] * 5, "'what': 'decode'", marks=ON_CPU),
 ]

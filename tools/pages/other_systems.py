@@ -48,6 +48,10 @@ their ratio; here tokens are. Its reward models take a column `margin` if there 
 `rm.margin_column` must name it. A reward function has another signature: `f(data_source,
 solution_str, ground_truth, extra_info)` scores one response. `{role}` is `actor` in PPO and GRPO,
 else `model`; `{optim}` is its optimizer.
+
+By hand from `DistillationTrainer`: `teacher_model_name_or_path` → `teacher.path`; `beta` →
+`algorithm.distillation.kl`, 0 `forward`, 1 `reverse`, else `jsd` with this `beta`. Its loss is
+`algorithm.preset: flash_reinforce`, `actor.loss_agg_mode: token-mean` and rewards of weight 0.
 """
 
 
