@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.device import send
-from mrlhf.gpu.library import operator
+from mrlhf.gpu.library import operator, serves
 from mrlhf.inference.native.linear import Linear
 from mrlhf.inference.native.operators import Layer, StepInputs, add_norm
 from mrlhf.models.delta_rule import (
@@ -72,7 +72,8 @@ class DeltaLayer:
     ) -> Tensor:
         """Return the gated outputs of sequences that have one token each, [sequences, values]."""
         weights = (self.taps, self.log_rate, self.bias, self.output_norm, self.eps)
-        return _delta_step(qkvz, ba, *weights, slots, lengths, *store)
+        compute = _delta_step if serves(qkvz) else _delta_step_by_torch
+        return compute(qkvz, ba, *weights, slots, lengths, *store)
 
     def _go_on(
         self, qkvz: Tensor, ba: Tensor, slots: Tensor, is_new: Tensor, split: _Split, store: Layer

@@ -162,14 +162,15 @@ class TokenSampler:
         numbers = torch.full_like(uniform, -1.0) if greedy else uniform
         each = _COLUMNS if logits.is_cuda else _HOST_COLUMNS
         blocks = -(-max(self._parallel.widths(logits)) // each)
-        summaries = self._parallel.gather(logit_blocks(logits, scale, blocks, each))
+        summarise, choose = (logit_blocks, draw) if serves(logits) else (_logit_blocks, _draw)
+        summaries = self._parallel.gather(summarise(logits, scale, blocks, each))
 
         # The rank that has a row's token writes it, and the others zeros: a sum joins them.
         words = torch.empty(3 * len(logits), dtype=torch.int32, device=logits.device)
         tokens = words[: 2 * len(logits)].view(torch.int64)
         logprobs = words[2 * len(logits) :].view(torch.float32)
         place = (self._parallel.rank, vocab_start, each)
-        draw(logits, scale, summaries, numbers, *place, tokens, logprobs)
+        choose(logits, scale, summaries, numbers, *place, tokens, logprobs)
         self._parallel.sum(words)
         return tokens, logprobs
 
