@@ -1,0 +1,33 @@
+"""Trains with PPO as `launch/train_ppo.py` does, without the record of what could be drawn.
+
+Usage: torchrun --nproc-per-node=N configs/recipes/distillation/without_replay.py --config FILE ...
+
+With `rollout.top_p` or `rollout.top_k` the trainer then computes probabilities among all tokens, as
+if none had been cut off. It is for comparing; no key of a run does this.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from mrlhf.commands.train import ppo
+from mrlhf.inference.base import SamplingParams
+from mrlhf.trainers.ppo import setup
+
+
+def main() -> int:
+    """Run the program; its exit code."""
+    whole = setup.training_sampling
+
+    def unrecorded(*arguments: Any) -> SamplingParams:
+        return replace(whole(*arguments), record_masks=False)
+
+    with patch.object(setup, "training_sampling", unrecorded):
+        return ppo()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
