@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -203,42 +203,36 @@ def join() -> None:
 
 def delta_spec(layers: int) -> ModelSpec:
     """A Qwen3.5 with so many delta nets, and one layer with attention."""
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
+    return _spec(
+        Qwen3_5TextConfig,
         num_hidden_layers=layers + 1,
         layer_types=["linear_attention"] * layers + ["full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
         linear_value_head_dim=24,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
     )
-    return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
 def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
     """A Qwen3 with GQA and tied embeddings, or a mixture of the same size."""
     kind = Qwen3MoeConfig if mixture else Qwen3Config
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return _spec(kind, num_hidden_layers=layers, **(experts if mixture else {}))
+
+
+def _spec(kind: Any, **sizes: Any) -> ModelSpec:
     config = kind(
-        **(experts if mixture else {}),
+        **sizes,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-
     return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 
