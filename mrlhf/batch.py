@@ -315,6 +315,12 @@ class Rollout:
         return scores if of_turns is None else scores + of_turns.sum(dim=1)
 
     @property
+    def given(self) -> Tensor:
+        """Whether each row's response was given and not drawn, bool [batch]."""
+        given = ~self.loss_mask.any(dim=1)
+        return given if self.episodes is None else torch.zeros_like(given)
+
+    @property
     def prompt_groups(self) -> Tensor:
         """The number of each row's prompt group, int64 [batch]; a group's rows are adjacent."""
         return torch.tensor(self.sample_index, dtype=torch.int64).eq(0).cumsum(0) - 1

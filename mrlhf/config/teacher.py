@@ -130,6 +130,10 @@ class DistillationSection(Section):
     renormalised; null: the whole vocabulary"""
     coef: Annotated[Positive, _IF_THERE_IS_ONE] = 1.0
     """factor of the divergence, or of the reward"""
+    given_share: Annotated[Annotated[float, Field(ge=0, lt=1)], _IF_THERE_IS_ONE, _IN_LOSS] = 0.0
+    """loss: the share of each step's prompts whose responses are not drawn, but are those of their
+    row: the text in its column response, or a list of texts, of which a prompt's samples take one
+    each. On these the teacher alone teaches. It is 1 - lmbda of GKD"""
 
     refused: ClassVar[Rows] = {
         "{mode} and KL 'full' both take the loss over the whole vocabulary from another model; use "
@@ -140,6 +144,17 @@ class DistillationSection(Section):
         "single scores; use mode loss, or another estimator": lambda self, algorithm: (
             self.mode == "reward" and estimator_traits(algorithm.adv_estimator).compares_terms
         ),
+        "{given_share} is for whole batches of single turns with scores as they are; leave {other} "
+        "out, or {section}.given_share": lambda self, rollout, algorithm: [
+            {"other": key}
+            for key, is_on in {
+                "rollout.environment and rollout.tools": rollout.has_turns,
+                "rollout.partial": rollout.partial.is_on,
+                "algorithm.filter_groups": algorithm.filter_groups.enable,
+                "algorithm.reward_norm": algorithm.reward_norm is not None,
+            }.items()
+            if self.given_share and is_on
+        ],
     }
 
     @property

@@ -187,6 +187,32 @@ class PromptDataset:
                 )
         return list(zip(self._prompts.token_ids, answers, strict=True))
 
+    def responses(self, tokenizer: Tokenizer, longest: int) -> dict[int, list[list[int]]]:
+        """The tokens of the texts in the column `response` of each row, by uid.
+
+        Raises:
+            DataError: a row has no such text, or one has more than `longest` tokens.
+        """
+        responses = {}
+        for uid, row in zip(self._prompts.uid, self._prompts.extra_info, strict=True):
+            texts = row.get("response")
+            texts = [texts] if isinstance(texts, str) else texts
+            if not isinstance(texts, list) or not texts or {*map(type, texts)} != {str}:
+                raise DataError(
+                    f"data.train_files: row {uid + 1} has no text in the column response, and no "
+                    "list of texts, which algorithm.distillation.given_share needs; add it, or "
+                    "leave that key out"
+                )
+            responses[uid] = [tokenizer.encode_response(text) for text in texts]
+            tokens = max(map(len, responses[uid]))
+            if tokens > longest:
+                raise DataError(
+                    f"data.train_files: a response of row {uid + 1} has {tokens} tokens, more than "
+                    f"data.max_response_length {longest}; raise it, or leave "
+                    "algorithm.distillation.given_share out"
+                )
+        return responses
+
     def _check_answers(self, rows: Sequence[Row], rules: AnswerRules) -> None:
         """Warn of answers with which a rule gives every response 0; DataError if all are such."""
         answers = self._prompts.ground_truth

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class PPOInputs(EngineInputs):
     judge: EngineInputs | None = None  # of the judge on the ranks, if there is one
     # Tokens of each training prompt and of its reference answer, if a reward model scores these.
     answered: Sequence[tuple[list[int], list[int]]] = ()
+    # Tokens of the responses in each row, by uid, if a teacher teaches on these.
+    given: Mapping[int, list[list[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     answered: Sequence[tuple[list[int], list[int]]] = ()
     if config.reward_model is not None and config.reward_model.is_shifted:
         answered = prompts.answered(engine.tokenizer, config.data.max_response_length)
+    given: dict[int, list[list[int]]] = {}
+    if config.teacher is not None and config.algorithm.distillation.given_share:
+        given = prompts.responses(engine.tokenizer, config.data.max_response_length)
     return PPOInputs(
         **vars(engine),
         generation_config=read_generation_config(config.actor.path),
@@ -108,6 +113,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
         reward=load_rewards(config),
         judge=read_judge_inputs(config),
         answered=answered,
+        given=given,
     )
 
 

@@ -22,13 +22,15 @@ PARTS = 4  # quarters of a response; turns of an episode, the last of which coun
 def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, float]:
     """Describe the whole batch of a step: rewards, advantages, values and lengths.
 
-    Advantages, returns and values cover the tokens whose loss counts; lengths cover all tokens.
+    Scores and rewards cover the responses that were drawn; advantages, returns and values the
+    tokens whose loss counts; lengths all tokens.
     `prompt_length/clip_ratio` is the share of prompts that are `max_prompt_length` tokens long.
     """
     mask = experience.loss_mask
+    drawn = ~experience.rollout.given
     metrics = {
-        **_mean_max_min("critic/score", experience.scores),
-        **_mean_max_min("critic/rewards", experience.token_rewards.sum(dim=1)),
+        **_mean_max_min("critic/score", experience.scores[drawn]),
+        **_mean_max_min("critic/rewards", experience.token_rewards.sum(dim=1)[drawn]),
         **_mean_max_min("critic/advantages", selected(experience.advantages, mask)),
         **_mean_max_min("critic/returns", selected(experience.returns, mask)),
         **_length_metrics(experience.rollout, max_prompt_length),

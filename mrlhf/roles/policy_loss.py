@@ -55,6 +55,13 @@ class PolicyBatch:
     selected: Tensor | None = None
     # int32, each token's teacher among the names in the settings, or None without names
     teachers: Tensor | None = None
+    # bool, the tokens of responses that were not drawn, on which the teacher alone teaches, or None
+    given: Tensor | None = None
+
+    @property
+    def taught(self) -> Tensor:
+        """The tokens on which a teacher teaches, of the shape of `mask`."""
+        return self.mask if self.given is None else self.mask | self.given
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PolicyBatch:
         """Apply `change` to every field."""
@@ -149,6 +156,9 @@ class PolicyLossSettings:
         drawn = experience.rollout.loss_mask[span]
         mask = experience.loss_mask[span]
         positive = rows_of(experience.positive)
+        given = None
+        if self.distillation is not None and self.distillation.given_share:
+            given = experience.rollout.response_mask[span] & experience.rollout.given[span, None]
         teachers = None
         if self.teacher_of:
             sources = experience.rollout.prompts.data_source[span]
@@ -162,8 +172,10 @@ class PolicyLossSettings:
             ref_logprobs=rows_of(experience.ref_logprobs),
             weights=rows_of(experience.weights),
             right=None if positive is None else drawn & positive[:, None],
-            token_weights=self.token_weights(mask),
+            # Those of a row depend on no other row, and no row of `given` has a token of `mask`.
+            token_weights=self.token_weights(mask if given is None else mask | given),
             teachers=teachers,
+            given=given,
         )
 
     @property
@@ -195,8 +207,8 @@ class PolicyLossSettings:
         batch = replace(batch, weights=correction.weights)
         if not self.bypass.criteria:
             return batch
-        kept = correction.kept
-        return replace(batch, mask=kept, token_weights=self.token_weights(kept))
+        batch = replace(batch, mask=correction.kept)
+        return replace(batch, token_weights=self.token_weights(batch.taught))
 
     def prepared(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """The batch with all that depends on the whole mini-batch under the current policy.

@@ -30,6 +30,7 @@ class PolicyMiniBatch:
 
     sequences: int  # the number of sequences of the mini-batch over all ranks
     tokens: int  # the number of their tokens that correction has kept
+    taught_tokens: int  # the number of their tokens on which a teacher teaches
     right_tokens: int  # the number of their drawn tokens in right responses
     # the numbers of each of this rank's packs, where the model is: of the tokens that this rank
     # holds, or of whole sequences where the loss needs these
@@ -43,12 +44,14 @@ class PolicyMiniBatch:
         The rows of this rank's packs are counted from the mini-batch's first row. `by_token` says
         whether the loss of a token depends on no other token.
         """
+        taught = batch.taught
         return PolicyMiniBatch(
             sequences=len(batch.mask),
             tokens=int(batch.mask.sum()),
+            taught_tokens=int(taught.sum()),
             right_tokens=0 if batch.right is None else int(batch.right.sum()),
             packs=batch.of_packs(packs, whole_rows=not by_token),
-            teachers=() if batch.teachers is None else batch.teachers[batch.mask].unique().tolist(),
+            teachers=() if batch.teachers is None else batch.teachers[taught].unique().tolist(),
         )
 
 
@@ -60,9 +63,9 @@ class PolicyObjective:
     def __init__(self, settings: PolicyLossSettings, mini_batch: PolicyMiniBatch) -> None:
         self._settings = settings
         self._section = settings.section
-        self._count = aggregation_count(
-            mini_batch.tokens, mini_batch.sequences, self._section.agg_mode
-        )
+        mode = self._section.agg_mode
+        self._count = aggregation_count(mini_batch.tokens, mini_batch.sequences, mode)
+        self._taught = aggregation_count(mini_batch.taught_tokens, mini_batch.sequences, mode)
         self._right_tokens = max(mini_batch.right_tokens, 1)
         self._teachers = mini_batch.teachers
 
@@ -103,12 +106,14 @@ class PolicyObjective:
         distillation = self._settings.distillation
         if distillation is not None:
             assert numbers.full_kl is not None
-            divergence = self._aggregate(numbers.full_kl, batch)
+            taught = batch.taught
+            weighted = numbers.full_kl * batch.token_weights
+            divergence = masked_sum(weighted, taught) / self._taught
             loss = loss + distillation.coef * divergence
             tally.add("actor/distillation_kl", divergence, share)
             for number in self._teachers:
                 assert batch.teachers is not None
-                own = mask & (batch.teachers == number)
+                own = taught & (batch.teachers == number)
                 name = self._settings.teacher_metrics[number]
                 tally.add(name, masked_sum(numbers.full_kl, own), own.sum())
 

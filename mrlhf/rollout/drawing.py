@@ -40,6 +40,8 @@ class Task:
     requests: Sequence[Request]  # with ids of the type `RequestId`
     # What there is of rows that have begun, by row; each of them is a request of its own.
     begun: Mapping[int, DrawnSample] = field(default_factory=dict)
+    # Samples that are not drawn, and so have no request.
+    given: Sequence[DrawnSample] = ()
     # Is called with each sample that has ended.
     ended: Callable[[DrawnSample], None] = lambda sample: None
 
@@ -122,7 +124,7 @@ class TaskRunner(ABC, Generic[S]):
         self._sampling = task.sampling
         self._pace = pace
         self._open: dict[int, S] = {}
-        self._ended: list[DrawnSample] = []
+        self._ended = list(task.given)
 
     def draw(self, may_step: MayStep) -> Drawn:
         """Draw the samples; if `may_step` says no, what is being drawn is dropped.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, pairwise
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from mrlhf.rollout.drawing import Drawn, Pace, RequestId, Sampler, Task, mix_see
 from mrlhf.rollout.drawn_sample import DrawnSample
 from mrlhf.rollout.episodes import check_episodes, episode_metrics
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from mrlhf.rollout.given import GivenResponses
 from mrlhf.rollout.hand_over import HandOver
 from mrlhf.rollout.scoring import Scores
 
@@ -83,6 +85,7 @@ class Generator:
     # the policy's mixtures, if the engine can record the experts that they choose
     experts: Experts | None = None
     sampler: Sampler = field(default_factory=Sampler)
+    given: GivenResponses | None = None  # those of training batches that are not drawn
     name: str = "engine"  # its owner in the ledger of the device's memory
     # is called with each sample that has ended, its prompts and the number of samples of each; the
     # ranks of a replica take turns, so that each sample is given to one of them
@@ -132,9 +135,12 @@ class Generator:
             name += f" refill {refill}"
         sampling = replace(sampling, seed=self.seed_of(name))
         shares = self.assign(prompts, sampling, stream)
+        given: Mapping[int, DrawnSample] = {}
+        if self.given is not None and stream == "train":
+            given = self.given.of(prompts.uid, sampling.n, mix_seed(sampling.seed, "given"))
 
         begun = self.drawn.get(name)
-        task = self.task(prompts, [sampling.seed] * len(prompts), sampling, shares, begun)
+        task = self.task(prompts, [sampling.seed] * len(prompts), sampling, shares, begun, given)
         drawn, metrics = self.serve(task, begun, name if step is not None else None)
         rollout, of_episodes = self.gather(prompts, sampling.n, drawn, stream)
         tokens = int(rollout.loss_mask.sum())
@@ -151,20 +157,24 @@ class Generator:
         sampling: SamplingParams,
         shares: Sequence[Share],
         begun: DrawnSamples | None,
+        given: Mapping[int, DrawnSample] = MappingProxyType({}),
     ) -> Task:
         """The samples of this replica's `shares` that have not ended.
 
         Args:
             seeds: of each prompt's samples.
             begun: the samples that have begun, some of which may have ended.
+            given: the samples that are not drawn, by row.
         """
         n = sampling.n
         known: set[int] = set()
+        rows = {share.prompt * n + sample for share in shares for sample in share.samples}
         open_rows: dict[int, DrawnSample] = {}
         if begun is not None:
             known.update(begun.headers.rows.tolist())
-            rows = {share.prompt * n + sample for share in shares for sample in share.samples}
             open_rows = begun.open_at(rows)
+        own_given = [given[row] for row in sorted((rows & given.keys()) - known)]
+        known |= given.keys()
 
         requests = []
         for share in shares:
@@ -184,9 +194,8 @@ class Generator:
                 requests.append(request)
 
         turns = cycle(range(self.groups.tp.size()))
-        return Task(
-            prompts, sampling, requests, open_rows, partial(self._pass_on, prompts, n, turns)
-        )
+        ended = partial(self._pass_on, prompts, n, turns)
+        return Task(prompts, sampling, requests, open_rows, own_given, ended)
 
     def serve(
         self,
@@ -325,13 +334,14 @@ class Generator:
         tokens = headers.lengths[order]
 
         has_episodes = self.sampler.has_episodes
+        all_drawn = not has_episodes and self.given is None
 
         def spread() -> tuple[Tensor, Tensor, Tensor | None]:
             _check_finite(drawn.logprobs, prompts, n)
             is_there = torch.arange(drawn.token_ids.shape[1]) < tokens[:, None]
             versions = torch.full(is_there.shape, NO_VERSION, dtype=torch.int32)
             versions[is_there] = drawn.runs.of_tokens().int()
-            return is_there, versions, versions != NO_VERSION if has_episodes else None
+            return is_there, versions, None if all_drawn else versions != NO_VERSION
 
         mask, versions, loss_mask = self.machine.compute_on_leader(spread)
         repeated = prompts.repeat(n)

@@ -224,6 +224,8 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     plain_models.save_wide(root / WIDE_TEACHER)
     rows = (root / "data" / "train.jsonl").read_text().splitlines()
     mixed = [json.loads(row) | {"data_source": SOURCES[n % 3 == 0]} for n, row in enumerate(rows)]
+    for row in mixed:
+        row["response"] = ["1+" + row["answer"][:1], "-12"]
     (root / "data" / "mixed.jsonl").write_text("\n".join(map(json.dumps, mixed)))
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "episodes.py").write_text(EPISODES)

@@ -381,6 +381,9 @@ SEVERAL_WIDE = Scenario(
 SEVERAL_LONG = Scenario(
     "several teachers, cp2", ["actor.cp=2", "actor.share_prompts=true", *IN_LOSS]
 )
+GIVEN = [*IN_LOSS, "algorithm.distillation.given_share=0.4"]
+GIVEN_DEEP = Scenario("given responses, tp2 pp2", [*TP2_PP2, *GIVEN])
+GIVEN_WIDE = Scenario("given responses, dp4", ["actor.share_prompts=true", *GIVEN])
 IN_REWARD = ["algorithm.distillation.mode=reward", "teacher.cp=2"]
 SEVERAL_IN_REWARD = Scenario("several teachers, reward", [*TP2_PP2, *SEVERAL, *IN_REWARD])
 
@@ -429,6 +432,24 @@ def test_each_row_learns_from_the_teacher_of_its_data_source(runs: Runs) -> None
     assert_same_on_every_layout(runs, SEVERAL_DEEP, SEVERAL_WIDE, SEVERAL_LONG)
     with pytest.raises(AssertionError, match="distillation_kl/sums-expert"):
         _assert_taught(runs, SEVERAL_SWAPPED)
+
+
+def test_a_teacher_alone_teaches_on_the_responses_of_the_rows(runs: Runs) -> None:
+    _assert_taught(runs, GIVEN_DEEP)
+    assert_same_on_every_layout(runs, GIVEN_DEEP, GIVEN_WIDE)
+    tokenizer = load_tokenizer(runs.root / "data" / "tokenizer")
+    counts = set()
+    for step in runs.steps(GIVEN_DEEP):
+        rollout = step.experience.rollout
+        counts.add(int(rollout.given.sum()))
+        for row in rollout.given.nonzero()[:, 0].tolist():
+            ids = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
+            texts = ["1+" + rollout.prompts.ground_truth[row][:1], "-12"]
+            text = texts[rollout.sample_index[row]]
+            assert ids == tokenizer.encode_response(text)
+            assert not rollout.loss_mask[row].any()
+        assert rollout.loss_mask[~rollout.given].any(dim=1).all()
+    assert counts <= {6, 8}  # 0.4 of 8 prompts, 2 samples each
 
 
 def test_each_row_is_praised_by_the_teacher_of_its_data_source(runs: Runs) -> None:

@@ -130,7 +130,9 @@ def make_experience(
         weights=weights,
         positive=None if right is None else torch.tensor(right) > 0.5,
     )
-    mean_kl = None if kl is None else float(masked_mean(kl, drawn, dim=1).mean())
+    mean_kl = None
+    if kl is not None:
+        mean_kl = float(masked_mean(kl, drawn, dim=1)[~rollout.given].mean())
     return experience, mean_kl
 
 

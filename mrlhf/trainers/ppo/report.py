@@ -104,7 +104,8 @@ class StepReport:
     ) -> dict[str, float]:
         """Metrics of scores, advantages, lengths, speed (from each phase's seconds) and memory."""
         rollout = collected.rollout
-        metrics = collected.scores.metrics()
+        drawn = (~rollout.given).nonzero()[:, 0].tolist()
+        metrics = collected.scores.select(drawn).metrics()
         metrics |= data_metrics(experience, self._config.data.max_prompt_length)
         metrics |= throughput_metrics(
             seconds,
@@ -186,12 +187,15 @@ def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, cou
     prompts = rollout.prompts
     rows = [row for row, sample in enumerate(rollout.sample_index) if sample == 0]
     rewards = rollout.with_turn_rewards(scores.total)
+    given = rollout.given
     lines = []
 
     for row in rows[:count]:
         score = float(rewards[row])
         tokens = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
         ending = "" if bool(rollout.stopped[row]) else ", cut off at a limit"
+        if bool(given[row]):
+            ending = ", of the row: not drawn"
         if rollout.episodes and rollout.episodes[row].failure:
             ending = f", failed: {rollout.episodes[row].failure}"
         lines += [

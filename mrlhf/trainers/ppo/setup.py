@@ -35,6 +35,7 @@ from mrlhf.rollout.collector import Collector, GroupSampler
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.early_scores import EarlyScores
 from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.given import GivenResponses
 from mrlhf.rollout.judging import RankJudge
 from mrlhf.rollout.partial import PartialSampler
 from mrlhf.rollout.reward_shaping import RewardShaper
@@ -112,6 +113,9 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     generator = build_generator(config, run, actor.engine, inputs)
     if early is not None:
         generator.ended = scorer.begin
+    if inputs.given:
+        share = config.algorithm.distillation.given_share
+        generator.given = GivenResponses(inputs.given, share)
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
     control = config.algorithm.kl_ctrl

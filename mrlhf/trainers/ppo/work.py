@@ -219,7 +219,10 @@ class Work:
             compared = units.scores(shaped, rollout)
             if components is not None:
                 compared = components.scores
-            metrics |= equal_score_metrics(compared, units.groups, algorithm.adv_estimator)
+            drawn = ~units.spread(rollout.given)
+            metrics |= equal_score_metrics(
+                compared[..., drawn], units.groups[drawn], algorithm.adv_estimator
+            )
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
                     collected, shaped, outputs, algorithm, coefficient, components
