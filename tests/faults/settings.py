@@ -87,6 +87,9 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
     plain_models.save_models(root)
     write_tiny_task(root / "data")
     write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
+    rows = (root / "data" / "train.jsonl").read_text().splitlines()
+    given = [row | {"response": row["answer"] + "+1"} for row in map(json.loads, rows)]
+    write_rows(root / "data" / "given.jsonl", given)
     for part in (root / "llama-ref", root / "data" / "tokenizer"):
         shutil.copytree(part, root / "judge", dirs_exist_ok=True)
     (root / "rewards.py").write_text(REWARD)
@@ -177,9 +180,9 @@ def bypass(inputs: Path) -> Setting:
 def lora(inputs: Path) -> Setting:
     """Adapters of actor and critic; the reference is the actor without its own.
 
-    The teacher is an average of earlier ones. Teacher and critic read the reference answer in
-    prompts of their own. A reward model, in a layout of its own, gives the reference answers the
-    mean score 0.
+    The teacher is an average of earlier ones, and teaches on given responses too. Teacher and
+    critic read the reference answer in prompts of their own. A reward model, in a layout of its
+    own, gives the reference answers the mean score 0.
     """
     terms = [{"name": f"{inputs / 'rewards.py'}:digits"}, {"name": "reward_model"}]
     keys = [
@@ -189,7 +192,9 @@ def lora(inputs: Path) -> Setting:
         *("critic.max_prompt_length=12", "critic.template='{{ ground_truth }}={{ prompt }}'"),
         f"reward.terms={json.dumps(terms)}",
         f"reward_model={{path: {inputs / 'llama-critic'}, normalise: reference, pp: 2}}",
-        "algorithm.reward_norm=null",
+        *("algorithm.reward_norm=null", "algorithm.filter_groups.enable=false"),
+        f"data.train_files={inputs / 'data' / 'given.jsonl'}",
+        "algorithm.distillation.given_share=0.4",
     ]
     return Setting("lora", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
 

@@ -232,6 +232,7 @@ def test_an_update_of_adapters_is_killed_and_interrupted(
     part = f"{run.checkpoints[-1]}_interrupted"
     assert interrupt(run, faults.ACTOR_LOSS, 5) == part
     assert run.state(part)["progress"]["updated"] == ["critic"]
+    interrupt(run, faults.GENERATION, 4)  # some responses of the step were given
     run.finish()
     assert_same_run(run, undisturbed(run.setting), free=FREE_WITH_ADAPTERS)
 
