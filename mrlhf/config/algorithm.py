@@ -304,13 +304,13 @@ class AlgorithmSection(Section):
             and (product := self.lam_length_alpha * data.max_response_length) <= 1
             and {"product": f"{product:g}", "least": f"{1 / data.max_response_length:g}"}
         ),
-        "reward.terms gives every term the weight 0 ({names}), so every score would be 0 and "
-        "nothing could be learned; give at least one term another weight, or set "
+        "reward.terms has no term with a weight other than 0 ({names}), so every score would be 0 "
+        "and nothing could be learned; add one, or set "
         "teacher.path": lambda self, reward, teacher: (
             self.gdpo_reward_keys is None
             and teacher is None
             and not any(term.weight for term in reward.terms)
-            and {"names": ", ".join(reward.names)}
+            and {"names": ", ".join(reward.names) or "none is there"}
         ),
         "{gdpo_reward_weights} needs algorithm.gdpo_reward_keys, which says what is "
         "weighted; set both": lambda self: (

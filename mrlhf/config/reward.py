@@ -56,8 +56,8 @@ _IF_OWN = read_if("terms", _has_function, "holds no function of your own", "name
 class RewardSection(Section):
     """The score of a response: the weighted sum of its terms."""
 
-    terms: Annotated[list[RewardTermSection], Field(min_length=1)]
-    """list of {name, weight}"""
+    terms: list[RewardTermSection]
+    """list of {name, weight}; empty: a teacher alone teaches"""
     timeout_s: Annotated[Seconds, _IF_OWN] = 60.0
     """longest time that one call of a user's function may take, seconds"""
     memory_mb: Annotated[Annotated[int, Field(ge=64, le=MOST)] | None, _IF_OWN] = 16384

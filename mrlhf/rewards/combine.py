@@ -81,7 +81,7 @@ class RewardFunction:
         limits: Limits | None = None,
         judge: ChatJudge | None = None,
     ) -> None:
-        """Load the terms; a user's function starts its process here.
+        """Load the terms; a user's function starts its process here. Without terms a score is 0.
 
         Args:
             terms: the name and the weight of each; the name of a rule or of an external term, or
@@ -174,7 +174,9 @@ class RewardFunction:
             for own, result in zip(placed, results, strict=True):
                 own += [x._replace(value=weight * x.value) for x in result.placed]
 
-        mixed = mix(scores, self.weights, lambda row: f"the response with {inputs[row].title}")
+        mixed = [0.0] * len(inputs)
+        if self.weights:
+            mixed = mix(scores, self.weights, lambda row: f"the response with {inputs[row].title}")
         if len(mixed) != len(inputs):
             raise RewardError(
                 f"external terms brought {len(mixed)} scores for {len(inputs)} responses"
@@ -203,9 +205,6 @@ class RewardFunction:
 
 
 def _check_terms(terms: Sequence[tuple[str, float]]) -> None:
-    if not terms:
-        raise ConfigError("reward.terms is empty; give at least one term, such as exact_match")
-
     known = (*RULES, *EXTERNAL_TERMS)
     for name, weight in terms:
         if not math.isfinite(weight):

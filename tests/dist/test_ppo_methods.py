@@ -381,7 +381,7 @@ SEVERAL_WIDE = Scenario(
 SEVERAL_LONG = Scenario(
     "several teachers, cp2", ["actor.cp=2", "actor.share_prompts=true", *IN_LOSS]
 )
-GIVEN = [*IN_LOSS, "algorithm.distillation.given_share=0.4"]
+GIVEN = [*IN_LOSS, "reward.terms=[]", "algorithm.distillation.given_share=0.4"]
 GIVEN_DEEP = Scenario("given responses, tp2 pp2", [*TP2_PP2, *GIVEN])
 GIVEN_WIDE = Scenario("given responses, dp4", ["actor.share_prompts=true", *GIVEN])
 IN_REWARD = ["algorithm.distillation.mode=reward", "teacher.cp=2"]

@@ -59,6 +59,13 @@ def test_given_scores_alone_need_no_text():
     assert RewardFunction([("reward_model", 1.0), ("format", 0.5)]).reads_text
 
 
+def test_without_terms_every_score_is_0():
+    with closing(RewardFunction([])) as function:
+        result = function.score(inputs("#### 18", "?"))
+    assert result.scores == [0.0, 0.0]
+    assert not result.metrics and not function.reads_text
+
+
 def test_external_scores():
     reward = RewardFunction([("reward_model", 0.5), ("gsm8k", 2.0)])
     assert reward.external == ["reward_model"]
@@ -139,7 +146,6 @@ def test_names_of_terms(terms, names):
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ([], "give at least one term"),
         ([("exactmatch", 1.0)], "did you mean exact_match"),
         ([("zzz", 1.0)], "use one of exact_match, "),
         ([("gsm8k", 1.0), ("gsm8k", 2.0)], "holds 'gsm8k' 2 times; keep one"),

@@ -198,7 +198,6 @@ def test_part_of_a_configuration_fits(text):
         "actor: {optim: {lr: fast}}",
         "rollout: {top_p: 1.1}",
         "seed: null",
-        "reward: {terms: []}",
         "reward: {terms: [{weight: 1}]}",
         "data: {train_files: [1]}",
     ],
