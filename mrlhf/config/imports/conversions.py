@@ -271,6 +271,18 @@ def bounds_of_trl(value: Any, place: Place) -> Any:
     return f"{low}_{value}" if is_mask else value
 
 
+def divergence_of_trl(value: Any, _: Place) -> Any:
+    """TRL's beta, which says what is between the policy and the teacher."""
+    section = "algorithm.distillation"
+    kl = {0: "forward", 1: "reverse"}.get(value, "jsd")
+    return {f"{section}.kl": kl} | ({f"{section}.beta": value} if kl == "jsd" else {})
+
+
+def share_given(value: Any, _: Place) -> Any:
+    """GKD's lmbda, the share of prompts whose responses are drawn."""
+    return round(1 - value, 6) or LeftOut()
+
+
 def high_of_trl(value: Any, place: Place) -> Any:
     """TRL's upper clip distance; with CISPO it is the largest ratio itself."""
     return round(value - 1, 6) if place.at("loss_type") == "cispo" else value
@@ -344,6 +356,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
         *(split_of_trl, frequency, evaluations, warmup, optimizer, pair, share_of_lr, schedule),
         *(trackers, resume, rewards, as_list, symmetric, correction_bounds),
         *(high_of_trl, of_adapter, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step),
+        *(divergence_of_trl, share_given),
         *(base_of_policy, steps_of_episodes, prompts_of_samples, prompt_part),
     )
 }
