@@ -124,6 +124,18 @@ class PackedSequences(PackedSeqParams):
         return len(self.lengths) if self.trees is None else len(self.trees.firsts)
 
     @cached_property
+    def parts_before(self) -> list[int]:
+        """For each part, padding's too, that of its shared prompt, -1 for none; on a GPU it waits.
+        """
+        before = [-1] * (len(self.cu_seqlens_q) - 1)
+        if self.trees is not None:
+            for end, prompt in zip(
+                self.trees.ends.tolist(), self.trees.prompts.tolist(), strict=True
+            ):
+                before[end] = prompt if prompt < len(before) else -1
+        return before
+
+    @cached_property
     def owners(self) -> Tensor:
         """The part that each token belongs to, int64 [tokens]; `parts` for padding."""
         edges = self.cu_seqlens_q.diff()

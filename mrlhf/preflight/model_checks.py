@@ -310,11 +310,9 @@ def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[
 
 
 def _delta_problems(key: str, role: RoleSection) -> Iterator[str]:
-    """Keys by which sequences are cut or joined, which delta nets compute one after another."""
+    """Keys by which sequences are cut, which delta nets compute from their beginning."""
     if role.cp > 1:
         yield f"{key}.cp {role.cp} is not supported for a model with delta nets; set it to 1"
-    if role.share_prompts:
-        yield (f"{key}.share_prompts is not supported for a model with delta nets; set it to false")
 
 
 def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:
