@@ -72,21 +72,29 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
 
     def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, value_heads * value_dim]."""
-        assert packed.segments.size == 1, "sequences are not split"
-        qkvz, ba = projections
-        lengths, before = packed.mask.query_lengths, packed.parts_before
-        x, z, numbers = split_projections(self._net, qkvz, ba)
+        lengths, before = packed.part_lengths, packed.parts_before
+        taps, log_rate, bias = self.conv1d, self.A_log, self.dt_bias
+        heads = packed.heads
+        tokens = len(projections[0])
+        if heads is not None:
+            projections = tuple(heads.gather(projection) for projection in projections)
+            keys = len(taps) * self._net.key_size // self._net.channels
+            taps = heads.share(taps, [keys, keys, len(taps) - 2 * keys])
+            log_rate, bias = (heads.share(part, [len(part)]) for part in (log_rate, bias))
+
+        x, z, numbers = split_projections(self._net, *projections)
         empty = x.new_zeros((self._net.taps - 1, x.shape[-1]))
         parts = x.split(lengths)
         pasts = [
             empty if part < 0 else torch.cat([empty, parts[part]])[len(parts[part]) :]
             for part in before
         ]
-        x = convolve(x, self.conv1d, pasts, lengths)
+        x = convolve(x, taps, pasts, lengths)
 
         q, k, v = heads_of(self._net, x)
-        gates = gates_of(numbers, self.A_log, self.dt_bias)
+        gates = gates_of(numbers, log_rate, bias)
         output = chunked_parts(q, k, v, gates, lengths, before)
         # Each rank's heads have a part of the gradient of the one norm.
         weight = copy_to_tensor_model_parallel_region(self.norm, group=self._tp_group)
-        return gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)
+        output = gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)
+        return output if heads is None else heads.give_back(output, tokens)

@@ -141,7 +141,12 @@ SINK_LAYOUTS = {
 }
 DELTA_LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(tp=2), AxisSizes(tp=2, ep=2), AxisSizes(pp=2, pp_layers=(1, 3))],
+    2: [
+        AxisSizes(tp=2),
+        AxisSizes(tp=2, ep=2),
+        AxisSizes(pp=2, pp_layers=(1, 3)),
+        AxisSizes(cp=2),
+    ],
 }
 
 
