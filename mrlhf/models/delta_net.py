@@ -73,14 +73,15 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
     def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, value_heads * value_dim]."""
         lengths, before = packed.part_lengths, packed.parts_before
-        taps, log_rate, bias = self.conv1d, self.A_log, self.dt_bias
+        taps: Tensor = self.conv1d
+        rates: tuple[Tensor, ...] = (self.A_log, self.dt_bias)
         heads = packed.heads
         tokens = len(projections[0])
         if heads is not None:
             projections = tuple(heads.gather(projection) for projection in projections)
             keys = len(taps) * self._net.key_size // self._net.channels
             taps = heads.share(taps, [keys, keys, len(taps) - 2 * keys])
-            log_rate, bias = (heads.share(part, [len(part)]) for part in (log_rate, bias))
+            rates = tuple(heads.share(rate, [len(rate)]) for rate in rates)
 
         x, z, numbers = split_projections(self._net, *projections)
         empty = x.new_zeros((self._net.taps - 1, x.shape[-1]))
@@ -92,7 +93,7 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
         x = convolve(x, taps, pasts, lengths)
 
         q, k, v = heads_of(self._net, x)
-        gates = gates_of(numbers, log_rate, bias)
+        gates = gates_of(numbers, *rates)
         output = chunked_parts(q, k, v, gates, lengths, before)
         # Each rank's heads have a part of the gradient of the one norm.
         weight = copy_to_tensor_model_parallel_region(self.norm, group=self._tp_group)

@@ -158,8 +158,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def parts_before(self) -> list[int]:
-        """For each part, padding's too, that of its shared prompt, -1 for none; on a GPU it waits.
-        """
+        """For each of `part_lengths`, the part that is its shared prompt, -1 for none."""
         before = [-1] * len(self.part_lengths)
         if self.trees is not None:
             for end, prompt in zip(

@@ -282,7 +282,7 @@ def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("actor.cp=2", "actor.cp 2 is not supported for a model with delta nets; set it to 1"),
+        ("actor.cp=8", "actor.cp 8 does not divide the 4 key heads that .*; use one of 1, 2, 4"),
         ("rollout.engine=vllm", "rollout.engine is vllm, which is not supported for a model with"),
         ("rollout.kv_cache_mb=1000", "19316736 bytes of states x 257 sequences"),
     ],

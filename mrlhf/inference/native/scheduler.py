@@ -74,8 +74,9 @@ class _Fork:
 class Scheduler:
     """The rows that wait and the rows that run; `manager` has room for the longest row alone.
 
-    A row that runs has one of the `slots`, for the states of layers that have them; there are
-    `max_num_seqs` or more. `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens` prompt tokens.
+    A row that runs has one of the `slots`, `max_num_seqs` or more, for the states of layers that
+    have them. `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens`
+    prompt tokens.
     Rows start where so many as `starts_together` can, for some passes: fewer passes start any.
     """
 

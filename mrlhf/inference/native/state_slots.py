@@ -51,7 +51,7 @@ class StateSlots:
         if not fitting:
             return None
         longest = max(fitting, key=lambda kept: len(kept.tokens))
-        self._kept = [kept for kept in self._kept if kept is not longest]
+        self._kept.remove(longest)
         return longest
 
     def make_room(self, blocks: int) -> None:
