@@ -76,7 +76,6 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
         taps: Tensor = self.conv1d
         rates: tuple[Tensor, ...] = (self.A_log, self.dt_bias)
         heads = packed.heads
-        tokens = len(projections[0])
         if heads is not None:
             projections = tuple(heads.gather(projection) for projection in projections)
             keys = len(taps) * self._net.key_size // self._net.channels
@@ -98,4 +97,4 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
         # Each rank's heads have a part of the gradient of the one norm.
         weight = copy_to_tensor_model_parallel_region(self.norm, group=self._tp_group)
         output = gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)
-        return output if heads is None else heads.give_back(output, tokens)
+        return output if heads is None else heads.give_back(output, len(packed.position_ids))

@@ -195,22 +195,20 @@ def chunked_parts(
         lengths: tokens of each part of a sequence.
         before: for each part, the one after which it goes on, itself with none before; -1: none.
     """
-    places = torch.arange(len(q), device=q.device).split(list(lengths))
     firsts = [part for part, other in enumerate(before) if other < 0]
     others = [part for part, other in enumerate(before) if other >= 0]
+    empty = v.new_zeros((len(firsts), v.shape[1], k.shape[-1], v.shape[-1]))
+    if not others:
+        return chunked(q, k, v, gates, Chunks.of_lengths(tuple(lengths), q.device), empty)[0]
+    places = torch.arange(len(q), device=q.device).split(list(lengths))
 
     def compute(parts: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        chunks = Chunks.of_lengths(tuple(lengths[part] for part in parts), q.device)
-        if len(parts) == len(places):
-            return chunked(q, k, v, gates, chunks, states)
         own = torch.cat([places[part] for part in parts])
         own_gates = Gates(gates.log_decay[own], gates.rate[own])
+        chunks = Chunks.of_lengths(tuple(lengths[part] for part in parts), q.device)
         return chunked(q[own], k[own], v[own], own_gates, chunks, states)
 
-    empty = v.new_zeros((len(firsts), v.shape[1], k.shape[-1], v.shape[-1]))
     outputs, states = compute(firsts, empty)
-    if not others:
-        return outputs
     numbers = send(torch.tensor([firsts.index(before[part]) for part in others]), q.device)
     rests, _ = compute(others, states[numbers])
     order = torch.cat([places[part] for part in (*firsts, *others)])

@@ -160,10 +160,9 @@ class PackedSequences(PackedSeqParams):
     def parts_before(self) -> list[int]:
         """For each of `part_lengths`, the part that is its shared prompt, -1 for none."""
         before = [-1] * len(self.part_lengths)
-        if self.trees is not None:
-            for end, prompt in zip(
-                self.trees.ends.tolist(), self.trees.prompts.tolist(), strict=True
-            ):
+        trees = self.trees
+        if trees is not None:
+            for end, prompt in zip(trees.ends.tolist(), trees.prompts.tolist(), strict=True):
                 before[end] = prompt if prompt < len(before) else -1
         return before
 

@@ -257,7 +257,7 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
         key = section_of(name)
         problems = (
             tp_problem(f"{key}.tp", role.tp, spec),
-            cp_problem(key, AxisSizes.of(role), spec),
+            cp_problem(f"{key}.cp", AxisSizes.of(role), spec),
             pp_problem(key, AxisSizes.of(role).stages, spec),
             ep_problem(key, AxisSizes.of(role), spec),
         )

@@ -48,10 +48,9 @@ class StateSlots:
     def take_over(self, prompt: Sequence[int], length: int) -> KeptState | None:
         """Hand out the states that have seen most of `prompt`, but less than `length` tokens."""
         fitting = [kept for kept in self._kept if _begins(prompt, kept.tokens, length)]
-        if not fitting:
-            return None
-        longest = max(fitting, key=lambda kept: len(kept.tokens))
-        self._kept.remove(longest)
+        longest = max(fitting, key=lambda kept: len(kept.tokens), default=None)
+        if longest is not None:
+            self._kept.remove(longest)
         return longest
 
     def make_room(self, blocks: int) -> None:
