@@ -60,6 +60,7 @@ class AttentionSizes:
     inner_bytes: int = 0  # of a token, kept while the backward pass computes inner steps again
     token_products: int = 0  # multiplications for a token beside `products`, whatever it sees
     state_bytes: int = 0  # of a sequence in the engine, read and written for each token
+    swapped: int = 0  # of a token, which context parallelism exchanges for those of other heads
 
 
 @lru_cache(maxsize=8)
@@ -154,4 +155,5 @@ def _of_delta_net(hidden: int, net: DeltaNet) -> AttentionSizes:
         # The state is multiplied by a key and a query, and gets a product of a key and a value.
         token_products=3 * net.state_numbers + net.taps * net.channels,
         state_bytes=4 * net.state_numbers,
+        swapped=projected + 2 * net.value_heads + net.value_size,
     )

@@ -1,7 +1,7 @@
 """A gated delta net in place of a layer's attention, for packed sequences.
 
 Ranks split the key heads, with the value heads that share them. Each sequence of a pack begins with
-empty states. This file knows no family.
+empty states, and what follows a shared prompt with those at its end. This file knows no family.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.delta_rule import (
-    Chunks,
-    chunked,
+    chunked_parts,
     convolve,
     gated_norm,
     gates_of,
@@ -73,17 +72,29 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
 
     def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, value_heads * value_dim]."""
-        assert packed.keys is None, "sequences are neither shared nor split"
-        qkvz, ba = projections
-        lengths = [length for length in packed.mask.query_lengths if length]
-        x, z, numbers = split_projections(self._net, qkvz, ba)
+        lengths, before = packed.part_lengths, packed.parts_before
+        taps: Tensor = self.conv1d
+        rates: tuple[Tensor, ...] = (self.A_log, self.dt_bias)
+        heads = packed.heads
+        if heads is not None:
+            projections = tuple(heads.gather(projection) for projection in projections)
+            keys = len(taps) * self._net.key_size // self._net.channels
+            taps = heads.share(taps, [keys, keys, len(taps) - 2 * keys])
+            rates = tuple(heads.share(rate, [len(rate)]) for rate in rates)
+
+        x, z, numbers = split_projections(self._net, *projections)
         empty = x.new_zeros((self._net.taps - 1, x.shape[-1]))
-        x = convolve(x, self.conv1d, [empty] * len(lengths), lengths)
+        parts = x.split(lengths)
+        pasts = [
+            empty if part < 0 else torch.cat([empty, parts[part]])[len(parts[part]) :]
+            for part in before
+        ]
+        x = convolve(x, taps, pasts, lengths)
 
         q, k, v = heads_of(self._net, x)
-        gates = gates_of(numbers, self.A_log, self.dt_bias)
-        states = v.new_zeros((len(lengths), v.shape[1], k.shape[-1], v.shape[-1]))
-        output, _ = chunked(q, k, v, gates, Chunks.of_lengths(tuple(lengths), x.device), states)
+        gates = gates_of(numbers, *rates)
+        output = chunked_parts(q, k, v, gates, lengths, before)
         # Each rank's heads have a part of the gradient of the one norm.
         weight = copy_to_tensor_model_parallel_region(self.norm, group=self._tp_group)
-        return gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)
+        output = gated_norm(output, z, weight, self.config.layernorm_epsilon).flatten(1)
+        return output if heads is None else heads.give_back(output, len(packed.position_ids))

@@ -116,7 +116,7 @@ class Chunks:
     places: Tensor  # of each token among those of all chunks, int64 [tokens]
 
     @staticmethod
-    @lru_cache(maxsize=1)  # all layers of a pass cut it alike
+    @lru_cache(maxsize=2)  # all layers of a pass cut it alike, apart from prompts that are shared
     @torch.inference_mode(mode=False)  # a gradient may need the places
     def of_lengths(lengths: tuple[int, ...], device: torch.device) -> Chunks:
         """Cut sequences of these lengths, 1 or more."""
@@ -183,3 +183,33 @@ def chunked(
     tokens = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     states = torch.cat([states, *reversed(ended)])[chunks.order.argsort()]
     return tokens[chunks.places], states
+
+
+def chunked_parts(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, lengths: Sequence[int], before: Sequence[int]
+) -> Tensor:
+    """Compute the rule for sequences of which some go on where others end; return the outputs.
+
+    Args:
+        q: as in `chunked`, with k, v and gates.
+        lengths: tokens of each part of a sequence.
+        before: for each part, the one after which it goes on, itself with none before; -1: none.
+    """
+    firsts = [part for part, other in enumerate(before) if other < 0]
+    others = [part for part, other in enumerate(before) if other >= 0]
+    empty = v.new_zeros((len(firsts), v.shape[1], k.shape[-1], v.shape[-1]))
+    if not others:
+        return chunked(q, k, v, gates, Chunks.of_lengths(tuple(lengths), q.device), empty)[0]
+    places = torch.arange(len(q), device=q.device).split(list(lengths))
+
+    def compute(parts: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        own = torch.cat([places[part] for part in parts])
+        own_gates = Gates(gates.log_decay[own], gates.rate[own])
+        chunks = Chunks.of_lengths(tuple(lengths[part] for part in parts), q.device)
+        return chunked(q[own], k[own], v[own], own_gates, chunks, states)
+
+    outputs, states = compute(firsts, empty)
+    numbers = send(torch.tensor([firsts.index(before[part]) for part in others]), q.device)
+    rests, _ = compute(others, states[numbers])
+    order = torch.cat([places[part] for part in (*firsts, *others)])
+    return torch.cat([outputs, rests])[order.argsort()]

@@ -116,6 +116,20 @@ def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
     return None
 
 
+def cp_problem(key: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
+    """Say in one line why the size of context parallelism at `key` does not fit a model, if so."""
+    if spec.delta is None or sizes.cp == 1 or spec.delta.key_heads % sizes.tp:
+        return None  # `tp_problem` says the last
+    heads = spec.delta.key_heads // sizes.tp
+    if heads % sizes.cp == 0:
+        return None
+    fits = [str(size) for size in range(1, heads + 1) if heads % size == 0]
+    return (
+        f"{key} {sizes.cp} does not divide the {heads} key heads that a tensor-parallel rank "
+        f"has of the model's delta nets; use {_one_of(fits)}"
+    )
+
+
 def _misfits(
     tp: int, spec: ModelSpec, whole_kv_heads: bool, vocabulary: Misfit | None
 ) -> list[str]:

@@ -99,9 +99,18 @@ def seen_places(
         part = torch.where(position < before, prompts[part], part)
         position = torch.where(position < before, position, position - before)
 
-    length = lengths[part]
-    segment = position // length
+    return places_of(position, begins[part], lengths[part], tokens, segments)
+
+
+def places_of(
+    position: Tensor, begins: Tensor, lengths: Tensor, tokens: int, segments: Segments
+) -> Tensor:
+    """The places of positions of parts among the tokens of all ranks, one rank after the other.
+
+    Of the part of each are given where it begins, over all ranks, and the length of its segments.
+    """
+    segment = position // lengths
     owner = torch.minimum(segment, segments.count - 1 - segment)
     is_second = (segment >= segments.size).long()
-    among_own = begins[part] // segments.size + is_second * length + position % length
+    among_own = begins // segments.size + is_second * lengths + position % lengths
     return owner * tokens + among_own

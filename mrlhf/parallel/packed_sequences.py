@@ -16,7 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrlhf.device import send
-from mrlhf.parallel.key_exchange import KeyExchange, seen_places
+from mrlhf.parallel.head_exchange import HeadExchange
+from mrlhf.parallel.key_exchange import KeyExchange, places_of, seen_places
 from mrlhf.parallel.masks import Packed
 from mrlhf.parallel.pack_routing import PackRouting, PassRouting
 from mrlhf.parallel.packs import Pack, Trees
@@ -122,6 +123,48 @@ class PackedSequences(PackedSeqParams):
     def parts(self) -> int:
         """The number of parts, which is that of sequences where no prompts are shared."""
         return len(self.lengths) if self.trees is None else len(self.trees.firsts)
+
+    @cached_property
+    def part_lengths(self) -> list[int]:
+        """Tokens of each part over all ranks, without padding behind it, and of the padding behind
+        all; on a GPU it waits.
+        """
+        padded = self._part_edges.diff()
+        known = self.lengths if self.trees is None else self.trees.lengths
+        own = torch.nn.functional.pad(known, (0, len(padded) - len(known)))
+        lengths: list[int] = own.where(own > 0, padded).tolist()
+        return lengths
+
+    @property
+    def _part_edges(self) -> Tensor:
+        """Where each part begins over all ranks, and the end, int64 [parts + 1]."""
+        return self.cu_seqlens_q[:: len(self.segments.held)].long() * self.segments.size
+
+    @cached_property
+    def heads(self) -> HeadExchange | None:
+        """Brings the whole parts together, some heads to each rank; None where they are whole."""
+        if self.segments.size == 1:
+            return None
+        assert self.keys is not None and self.keys.group is not None
+        edges = self._part_edges
+        lengths = torch.tensor(self.part_lengths)
+        parts = send(torch.arange(len(lengths)).repeat_interleave(lengths), edges.device)
+        begins = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        positions = send(torch.arange(len(begins)) - begins, edges.device)
+        of_segments = edges.diff()[parts] // self.segments.count
+        tokens = len(self.position_ids)
+        places = places_of(positions, edges[parts], of_segments, tokens, self.segments)
+        return HeadExchange(self.keys.group, places)
+
+    @cached_property
+    def parts_before(self) -> list[int]:
+        """For each of `part_lengths`, the part that is its shared prompt, -1 for none."""
+        before = [-1] * len(self.part_lengths)
+        trees = self.trees
+        if trees is not None:
+            for end, prompt in zip(trees.ends.tolist(), trees.prompts.tolist(), strict=True):
+                before[end] = prompt if prompt < len(before) else -1
+        return before
 
     @cached_property
     def owners(self) -> Tensor:

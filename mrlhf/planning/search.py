@@ -14,7 +14,7 @@ from mrlhf.device import dtype_on
 from mrlhf.errors import ConfigError
 from mrlhf.inference.sizes import engine_tp_problem
 from mrlhf.models.freezing import parameter_counts
-from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
+from mrlhf.models.parallel_sizes import cp_problem, ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.planning.gpus import Gpu
@@ -227,6 +227,7 @@ def _fits(layout: dict[str, Any], spec: ModelSpec, world_size: int) -> bool:
     problems = (
         sizes.problem("", world_size),
         tp_problem("", sizes.tp, spec),
+        cp_problem("", sizes, spec),
         pp_problem("", sizes.stages, spec),
         ep_problem("", sizes, spec),
     )

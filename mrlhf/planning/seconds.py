@@ -13,7 +13,7 @@ from functools import lru_cache
 from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig
 from mrlhf.config.sections import Dtype
 from mrlhf.device import dtype_on
-from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.attention_sizes import attention_kinds
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.pipeline_order import idle_share
@@ -181,12 +181,14 @@ def _passes(
     # Exchanges between the ranks of a layer, for the tokens that a rank sees in its layers.
     layers = spec.num_layers / layout.pp
     exchanges = 1 + backward * (1 + recomputes)
-    kv = attention_of(spec).keys_and_values / layout.tp
+    kinds = attention_kinds(spec)
+    kv = sum(share * sizes.keys_and_values for sizes, share in kinds) / layout.tp
+    swapped = sum(share * sizes.swapped for sizes, share in kinds) / layout.tp
     states = 2 * spec.hidden_size * itemsize
     moved = [
         (layout.tp, layout.tp, states),  # attention
         (layout.etp, layout.etp, states),  # the MLP, whose experts may be split otherwise
-        (layout.cp, layout.tp * layout.cp, kv * layout.cp * itemsize),
+        (layout.cp, layout.tp * layout.cp, (kv * layout.cp + swapped) * itemsize),
     ]
     exchanging = 0.0
     for size, span, nbytes in moved:

@@ -38,7 +38,7 @@ from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.models.adapter_files import check_adapter
 from mrlhf.models.families import family_of, load_spec, with_labels
 from mrlhf.models.lora import without_adapters
-from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
+from mrlhf.models.parallel_sizes import cp_problem, ep_problem, pp_problem, tp_problem
 from mrlhf.models.published import published_model
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import check_weight_files
@@ -257,6 +257,7 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
         key = section_of(name)
         problems = (
             tp_problem(f"{key}.tp", role.tp, spec),
+            cp_problem(f"{key}.cp", AxisSizes.of(role), spec),
             pp_problem(key, AxisSizes.of(role).stages, spec),
             ep_problem(key, AxisSizes.of(role), spec),
         )
@@ -264,8 +265,6 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
             actor_fits = not any(problems)
         yield from filter(None, problems)
         yield from _router_problems(name, role, spec)
-        if spec.delta is not None:
-            yield from _delta_problems(key, role)
 
     spec = specs.get("rollout")
     if isinstance(config, PPOConfig) and spec is not None:
@@ -307,14 +306,6 @@ def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[
     for key in RouterSection.model_fields:
         if vars(role)[key]:
             yield f"{name}.{key} does not fit a model without experts; set it to 0"
-
-
-def _delta_problems(key: str, role: RoleSection) -> Iterator[str]:
-    """Keys by which sequences are cut or joined, which delta nets compute one after another."""
-    if role.cp > 1:
-        yield f"{key}.cp {role.cp} is not supported for a model with delta nets; set it to 1"
-    if role.share_prompts:
-        yield (f"{key}.share_prompts is not supported for a model with delta nets; set it to false")
 
 
 def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:

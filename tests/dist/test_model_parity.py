@@ -141,7 +141,12 @@ SINK_LAYOUTS = {
 }
 DELTA_LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(tp=2), AxisSizes(tp=2, ep=2), AxisSizes(pp=2, pp_layers=(1, 3))],
+    2: [
+        AxisSizes(tp=2),
+        AxisSizes(tp=2, ep=2),
+        AxisSizes(pp=2, pp_layers=(1, 3)),
+        AxisSizes(cp=2),
+    ],
 }
 
 
@@ -183,9 +188,12 @@ def _parity(
 
 
 def _compared(
-    path: Path, label: str, groups: RoleGroups, sequence_parallel: bool
+    path: Path, label: str, groups: RoleGroups, sequence_parallel: bool, shares: bool = False
 ) -> dict[str, float]:
-    """The largest deviations of the outputs and, if they are compared, gradients of a model."""
+    """The largest deviations of the outputs and, if they are compared, gradients of a model.
+
+    If it `shares`, rows of the pack share prompts, and again they do not.
+    """
     spec = load_spec(path, head="scalar" if path.name == "scalar" else "lm")
     if path.name.endswith("-adapted"):
         spec = replace(spec, lora=Lora(RANK, ALPHA))
@@ -210,10 +218,14 @@ def _compared(
     fill_slots(slots, reference["weights"])
 
     label += " sp" if sequence_parallel else ""
-    worst = {label: worst_output(model, spec, groups, reference["outputs"])}
-    if path.name in recomputed:
-        gradients = reference["gradients"]
-        worst[f"{label} gradient"] = worst_gradient(model, spec, groups, gradients)
+    worst = {}
+    for shared in (False, True) if shares else (False,):
+        title = f"{label} shared" if shared else label
+        worst[title] = worst_output(model, spec, groups, reference["outputs"], shared)
+        if path.name in recomputed:
+            gradients = reference["gradients"]
+            found = worst_gradient(model, spec, groups, gradients, shared)
+            worst[f"{title} gradient"] = found
     return worst
 
 
@@ -244,7 +256,11 @@ def test_packed_outputs_and_gradients_equal_transformers(
 
 
 def _mixture_parity(
-    rank: int, world_size: int, root: str, cases: list[tuple[AxisSizes, tuple[str, ...]]]
+    rank: int,
+    world_size: int,
+    root: str,
+    cases: list[tuple[AxisSizes, tuple[str, ...]]],
+    shares: bool = False,
 ) -> dict[str, float]:
     factory = GroupFactory(timeout_s=600.0)
     worst = {}
@@ -253,7 +269,7 @@ def _mixture_parity(
         for name in names:
             label = f"{name} {sizes} vpp {sizes.vpp}"
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
-                worst |= _compared(Path(root) / name, label, groups, sequence_parallel)
+                worst |= _compared(Path(root) / name, label, groups, sequence_parallel, shares)
     return worst
 
 
@@ -271,7 +287,7 @@ def test_delta_nets_equal_transformers(references: Path, world_size: int) -> Non
     cases = [(sizes, ("qwen3-next", "qwen3-5-moe")) for sizes in DELTA_LAYOUTS[world_size]]
     dense = ("qwen3-5", "qwen3-5-adapted")
     cases += [(sizes, dense) for sizes in DELTA_LAYOUTS[world_size] if sizes.ep == 1]
-    for worst in run_ranks(world_size, _mixture_parity, str(references), cases):
+    for worst in run_ranks(world_size, _mixture_parity, str(references), cases, True):
         # The norm after a state divides by small numbers, which enlarges what is rounded.
         assert max(worst.values()) < 3e-4, worst
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,35 @@ from tests.models.mixtures import as_in_files
 from tests.oracle.plain_lora import PREFIX, Added, adapt, save_adapter
 
 LENGTHS = (5, 19, 12, 24)
+# Tokens with which each begins as its neighbour does; the same number of a group says which.
+PROMPTS = (2, 2, 8, 8)
+GROUPS = (0, 0, 1, 1)
 VOCABULARY = 131  # odd: with tensor parallelism the last rank's shard is padded
 
 
 def _sequences() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    rows = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    _beside_each_other(rows, lambda first, second: second.copy_(first))
+    return rows
 
 
-def _weights(columns: int) -> Tensor:
-    """What each output is multiplied with in the loss, [tokens, columns]."""
-    return torch.randn(sum(LENGTHS), columns, generator=torch.Generator().manual_seed(4))
+def _beside_each_other(rows: Sequence[Tensor], change: Callable[[Tensor, Tensor], Any]) -> None:
+    """Call `change` with the rows' prompts, those of a group at once."""
+    for first, second in ((0, 1), (2, 3)):
+        change(*(rows[number][: PROMPTS[number]] for number in (first, second)))
+
+
+def _weights(columns: int, shares: bool = False) -> Tensor:
+    """What each output is multiplied with in the loss, [tokens, columns].
+
+    If rows share prompts, an output has the weights of all its rows.
+    """
+    weights = torch.randn(sum(LENGTHS), columns, generator=torch.Generator().manual_seed(4))
+    if shares:
+        rows = weights.split(list(LENGTHS))
+        _beside_each_other(rows, lambda first, second: second.copy_(first.add_(second)))
+    return weights
 
 
 def save_reference(directory: Path, config: PretrainedConfig, is_adapted: bool) -> None:
@@ -104,23 +122,28 @@ def fill_slots(slots: list[Slot], tensors: dict[str, Tensor]) -> None:
         slot.store(_named_slice(tensors, slot))
 
 
-def _pack(rows: list[list[int]], groups: RoleGroups) -> Pack:
+def _pack(rows: list[list[int]], groups: RoleGroups, shares: bool) -> Pack:
     """All rows in one pack, as this rank holds them."""
-    sequences = Sequences.of(rows, [1] * len(rows))
+    sequences = Sequences.of(rows, PROMPTS)
     order = list(range(len(rows)))
     tp = groups.layout.tp
-    [pack] = make_packs(sequences, [order], "last", tp, CPU.torch_device, groups.segments)
+    numbers = torch.tensor(GROUPS) if shares else None
+    [pack] = make_packs(sequences, [order], "last", tp, CPU.torch_device, groups.segments, numbers)
     return pack
 
 
-def _numbers_of_tokens(groups: RoleGroups) -> Tensor:
+def _numbers_of_tokens(groups: RoleGroups, shares: bool) -> Tensor:
     """For each of this rank's tokens its number among those of all sequences; -1: padding."""
     rows = torch.arange(1, sum(LENGTHS) + 1).split(list(LENGTHS))
-    return _pack([row.tolist() for row in rows], groups).token_ids.long() - 1
+    return _pack([row.tolist() for row in rows], groups, shares).token_ids.long() - 1
 
 
 def _run(
-    model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forward_only: bool
+    model: BuiltModel,
+    groups: RoleGroups,
+    finish: Callable[..., Any],
+    forward_only: bool,
+    shares: bool,
 ) -> list[Any]:
     """All sequences in one pack through megatron-core's own schedule; what `finish` returned, on
     the last stage.
@@ -128,7 +151,7 @@ def _run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    pack = _pack([sequence.tolist() for sequence in _sequences()], groups)
+    pack = _pack([sequence.tolist() for sequence in _sequences()], groups, shares)
     packed = PackedSequences.of_pack(pack, groups.cp)
     tokens = pack.token_ids.long()[None]
     positions = packed.position_ids[None]
@@ -165,15 +188,20 @@ def _outputs(module: torch.nn.Module, spec: ModelSpec, output: Tensor) -> Tensor
 
 
 def worst_output(
-    model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: list[Tensor]
+    model: BuiltModel,
+    spec: ModelSpec,
+    groups: RoleGroups,
+    expected: list[Tensor],
+    shares: bool = False,
 ) -> float:
-    """Largest deviation of an output; 0 before the last stage."""
+    """Largest deviation of an output; 0 before the last stage. Rows may share their prompts."""
     with torch.no_grad():
         results = _run(
             model,
             groups,
             lambda output, non_loss_data: _outputs(model.chunks[-1], spec, output)[0].float(),
             forward_only=True,
+            shares=shares,
         )
     if groups.coordinates.pp < groups.layout.pp - 1:
         return 0.0
@@ -183,13 +211,17 @@ def worst_output(
         shards = [torch.empty_like(whole) for _ in range(groups.layout.tp)]
         dist.all_gather(shards, whole, group=groups.tp)
         whole = torch.cat(shards, dim=-1)[:, :VOCABULARY]
-    numbers = _numbers_of_tokens(groups)
+    numbers = _numbers_of_tokens(groups, shares)
     wanted = torch.cat(expected)[numbers]
     return (whole - wanted)[numbers >= 0].abs().max().item()
 
 
 def worst_gradient(
-    model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: dict[str, Tensor]
+    model: BuiltModel,
+    spec: ModelSpec,
+    groups: RoleGroups,
+    expected: dict[str, Tensor],
+    shares: bool = False,
 ) -> float:
     """Largest deviation of a gradient, relative to the largest entry of its tensor."""
     from megatron.core.distributed import (
@@ -210,19 +242,20 @@ def worst_gradient(
         chunks[-1].zero_grad_buffer()
         _add_weight_gradients_in_place(chunks[-1], ours=False)
 
-    weights = _weights(1)
+    weights = _weights(1, shares)
     if spec.head == "lm":
         padded = torch.nn.functional.pad(
-            _weights(VOCABULARY), (0, spec.padded_vocab(layout.tp) - VOCABULARY)
+            _weights(VOCABULARY, shares), (0, spec.padded_vocab(layout.tp) - VOCABULARY)
         )
         weights = padded.chunk(layout.tp, dim=1)[coordinates.tp]
-    numbers = _numbers_of_tokens(groups)
+    numbers = _numbers_of_tokens(groups, shares)
     weights = weights[numbers] * (numbers >= 0)[:, None]
     _run(
         model._replace(chunks=chunks),
         groups,
         lambda output: ((_outputs(chunks[-1], spec, output)[0] * weights).sum(), {}),
         forward_only=False,
+        shares=shares,
     )
 
     worst = 0.0

@@ -29,6 +29,7 @@ from mrlhf.models.delta_rule import (
     Chunks,
     Gates,
     chunked,
+    chunked_parts,
     convolve,
     gated_norm,
     gates_of,
@@ -96,6 +97,32 @@ def test_chunks_of_packed_sequences_are_the_rule_of_each_token() -> None:
         begin += lengths[number]
 
 
+def test_parts_go_on_where_others_end() -> None:
+    """Outputs and gradients are those of whole sequences, each from empty states."""
+    lengths = [70, 3, 150, 20, 9, 65, 1]
+    before = [-1, 0, 0, -1, -1, 4, 4]
+    q, k, v, gates = _inputs(lengths)
+    inputs = [x.requires_grad_() for x in (q, k, v, gates.log_decay, gates.rate)]
+    weights = torch.randn(sum(lengths), 3, 7, generator=torch.Generator().manual_seed(3))
+    outputs = chunked_parts(*inputs[:3], Gates(*inputs[3:]), lengths, before)
+    gradients = torch.autograd.grad((outputs * weights).sum(), inputs)
+
+    parts = [torch.arange(len(q)).split(lengths)[number] for number in range(len(lengths))]
+    rows = [[part] if other < 0 else [other, part] for part, other in enumerate(before)]
+    apart = torch.zeros(())
+    for row in rows:
+        places = torch.cat([parts[part] for part in row])
+        own = [x[places] for x in inputs]
+        chunks = Chunks.of_lengths((len(places),), q.device)
+        wanted, _ = chunked(*own[:3], Gates(*own[3:]), chunks, torch.zeros(1, 3, 5, 7))
+        last = len(parts[row[-1]])
+        torch.testing.assert_close(outputs[parts[row[-1]]], wanted[-last:], rtol=1e-4, atol=1e-5)
+        # A prompt's own output counts once, though all that follows begins with it.
+        apart = apart + (wanted[-last:] * weights[parts[row[-1]]]).sum()
+    for mine, true in zip(gradients, torch.autograd.grad(apart, inputs), strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-4, atol=1e-4)
+
+
 def test_what_autograd_keeps_of_the_inner_steps_is_in_plans() -> None:
     """Within 7 %, by the tensors that torch saves."""
     for heads in ((4, 8, 128, 128), (4, 4, 128, 64)):
@@ -148,7 +175,9 @@ def test_the_engine_equals_transformers_where_states_are_forked_and_lost() -> No
     model = hf_model(NAME)
     sampling = SamplingParams(n=3, temperature=0.8, max_tokens=10, seed=5, stop_token_ids=(7, 20))
     prompts = PROMPTS[:4]
-    whole = answer(make_engine(model), prompts, UIDS[:4], sampling)
+    once = generate(make_engine(model), requests_for(prompts, UIDS[:4], sampling))
+    assert once.stats.computed_prompt_tokens == sum(map(len, prompts))
+    whole = once.samples
     for sample in whole:
         wanted = _logprobs(model, prompts[sample.request_id], list(sample.token_ids), 0.8)
         assert sample.logprobs == pytest.approx(wanted.tolist(), abs=ROUNDING)
@@ -253,8 +282,7 @@ def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("actor.cp=2", "actor.cp 2 is not supported for a model with delta nets; set it to 1"),
-        ("actor.share_prompts=true", "share_prompts is not supported for a model with delta nets"),
+        ("actor.cp=8", "actor.cp 8 does not divide the 4 key heads that .*; use one of 1, 2, 4"),
         ("rollout.engine=vllm", "rollout.engine is vllm, which is not supported for a model with"),
         ("rollout.kv_cache_mb=1000", "19316736 bytes of states x 257 sequences"),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from mrlhf.inference.native.blocks import BlockManager
 from mrlhf.inference.native.scheduler import Scheduler, Step
+from mrlhf.inference.native.state_slots import StateSlots
 
 
 def make(
@@ -19,10 +20,12 @@ def make(
     max_num_seqs=8,
     max_prefill_tokens=64,
     starts_together=1,
+    keeps=False,
 ):
-    manager = BlockManager(blocks, block_size)
+    manager = BlockManager(blocks, block_size, shares=not keeps)
     sizes = (block_size, max_num_seqs, max_prefill_tokens, starts_together)
-    scheduler = Scheduler(manager, *sizes)
+    slots = StateSlots(max_num_seqs, manager, keeps)
+    scheduler = Scheduler(manager, slots, *sizes)
     scheduler.add(prompts, rows_of(samples), [max_tokens] * len(prompts))
     return scheduler, manager
 
@@ -134,6 +137,27 @@ def test_rows_start_together():
     assert found[16][0] < 1.03 * found[1][0]
 
 
+def test_a_prompt_takes_over_what_an_ended_row_has_computed_or_room_is_made():
+    turn, others = [1, 2, 3, 100], [7] * 4
+    for prompts, blocks, starts in (
+        ([[*turn, 5]], 8, [3]),  # all but the token drawn last
+        ([[1, 2, 3, 101, 5]], 8, [3]),
+        ([turn[:3]], 8, [0]),  # it would have nothing to compute
+        ([[1, 2, 9, 100]], 8, [0]),
+        ([[*turn, 5], [*turn, 6]], 8, [3, 0]),  # a state goes on once
+        ([others, [*turn, 5]], 7, [0, 3]),
+        ([others, [*turn, 5]], 6, [0]),  # the first has left too few blocks for the second
+        ([others], 3, [0]),  # what was kept is given up
+    ):
+        scheduler, manager = make([turn[:3]], [1], blocks=blocks, max_num_seqs=2, keeps=True)
+        scheduler.schedule()
+        scheduler.share_response(0, turn)
+        scheduler.end([0])
+        assert scheduler.done and manager.held == 2
+        scheduler.add(prompts, rows_of([1] * len(prompts)), [2] * len(prompts))
+        assert scheduler.schedule().starts.tolist() == starts, (prompts, blocks)
+
+
 class Workload:
     """A random workload on few blocks, and all that it must have read and written.
 
@@ -141,12 +165,18 @@ class Workload:
         text: for each row, its prompt and the tokens drawn for it, each row with tokens of its own.
         coming: prompts and their rows that are not added yet.
         stored: by slot of the cache, all tokens that the one there has seen.
+        states: by slot of states, all tokens that they have seen; if they are kept, some prompts go
+            on from a row that has ended.
+        said: all tokens of those rows, in the order in which they have ended.
+        carried: tokens of prompts that were not computed, since states were kept.
         finished: rows that have ended.
         unread: rows that the last pass has ended, and those that drew a token too many.
     """
 
-    def __init__(self, seed: int, late: bool, behind: bool) -> None:
+    def __init__(self, seed: int, late: bool, behind: bool, keeps: bool = False) -> None:
         self.behind = behind
+        self.keeps = keeps
+        self.haste = 0.1 if keeps else 0.5
         self.unread: tuple[list[int], list[int]] = ([], [])
         self.generator = random.Random(seed)
         draw = self.generator.randrange
@@ -154,7 +184,8 @@ class Workload:
         self.max_tokens = draw(1, 9)
         prompts = [[draw(2) for _ in range(draw(1, 14))] for _ in range(draw(1, 30))]
         samples = [draw(1, 6) for _ in prompts]
-        longest = -(-(max(map(len, prompts)) + self.max_tokens) // self.block_size)
+        self.longest = max(map(len, prompts)) + self.max_tokens + (30 if keeps else 0)
+        longest = -(-self.longest // self.block_size)
         blocks = longest + draw(0, 12)
         self.most_rows = draw(1, 9)
         self.budget = draw(1, 20)
@@ -163,7 +194,7 @@ class Workload:
         first = (1 + len(prompts)) // 2 if late else len(prompts)
         self.scheduler, self.manager = make(
             prompts[:first], samples[:first], self.max_tokens, blocks, self.block_size,
-            self.most_rows, self.budget, draw(1, 4),
+            self.most_rows, self.budget, draw(1, 4), keeps,
         )  # fmt: skip
         self.coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
         self.lengths = [draw(1, self.max_tokens + 1) for _ in range(sum(samples))]
@@ -171,12 +202,22 @@ class Workload:
         self.text = [list(prompt) for prompt, count in pairs for _ in range(count)]
         self.starts = [len(tokens) for tokens in self.text]
         self.stored: dict[int, object] = {}
+        self.states: dict[int, list[int]] = {}
+        self.said: list[list[int]] = []
+        self.carried = 0
+        self.begun: set[int] = set()
         self.finished: set[int] = set()
 
     def add_some(self) -> None:
         """Let another prompt come, now and then; always if nothing else is to be done."""
-        if self.coming and (self.scheduler.done or self.generator.random() < 0.5):
+        if self.coming and (self.scheduler.done or self.generator.random() < self.haste):
             prompt, rows = self.coming.pop(0)
+            before = self.generator.choice(self.said[-2:]) if self.said else []
+            if len(before) + len(prompt) + self.max_tokens <= self.longest:
+                prompt = before + prompt
+                for row in rows:
+                    self.text[row] = list(prompt)
+                    self.starts[row] = len(prompt)
             self.scheduler.add([prompt], [rows], [self.max_tokens])
 
     def compute(self, step: Step) -> None:
@@ -195,10 +236,23 @@ class Workload:
         prefill = sum(count for _, count in counted.values() if count > 1)
         assert len(step.rows) <= self.most_rows and prefill <= self.budget
 
+        if self.keeps:
+            self._go_on(counted, step)
         size = self.block_size
         for source, target in step.copies:
             for place in range(size):
                 self.stored[target * size + place] = self.stored.get(source * size + place)
+
+    def _go_on(self, counted: dict[int, tuple[int, int]], step: Step) -> None:
+        slots = [int(self.scheduler.slots[row]) for row in counted]
+        assert len(set(slots)) == len(slots)
+        for slot, (row, (start, count)) in zip(slots, counted.items(), strict=True):
+            assert start == 0 or self.states[slot] == self.text[row][:start]
+            self.states[slot] = self.text[row][: start + count]
+            self.carried += 0 if row in self.begun else start
+        self.begun |= {*step.rows.tolist(), *step.draws.tolist()}
+        for source, target in step.state_copies:
+            self.states[target] = self.states[source]
 
     def draw(self, step: Step) -> None:
         """Draw a token for each row that the step completes, and end those that are long enough.
@@ -218,6 +272,9 @@ class Workload:
         self.end(ended, excess)
 
     def end(self, ended: list[int], excess: list[int]) -> None:
+        for row in ended if self.keeps else []:
+            self.said.append(self.text[row][: self.starts[row] + self.lengths[row]])
+            self.scheduler.share_response(row, self.said[-1])
         self.scheduler.end(ended)
         self.finished |= set(ended)
         for row in excess:
@@ -225,6 +282,7 @@ class Workload:
 
     def assert_complete(self) -> None:
         rows = range(len(self.text))
+        self.scheduler._state_slots.make_room(10**9)  # what is kept is given up
         assert self.scheduler.done and self.finished == set(rows) and self.manager.held == 0
         assert [self._drawn(row) for row in rows] == self.lengths
         wanted = [len(tokens) for tokens in self.text]
@@ -244,6 +302,11 @@ class Workload:
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late, behind):
     workload = Workload(seed, late, behind)
+    run(workload)
+    assert late or len(workload.scheduler.lengths) == len(workload.text)
+
+
+def run(workload: Workload) -> None:
     for _ in range(20_000):
         workload.add_some()
         if workload.scheduler.done:
@@ -253,4 +316,14 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late, behind
         workload.draw(step)
     workload.end(*workload.unread)
     workload.assert_complete()
-    assert late or len(workload.scheduler.lengths) == len(workload.text)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_states_have_seen_what_comes_before_the_tokens_that_are_computed(behind):
+    """Prompts begin with rows that have ended, and take their states over while those are kept."""
+    carried = []
+    for seed in range(24):
+        workload = Workload(seed, late=True, behind=behind, keeps=True)
+        run(workload)
+        carried.append(workload.carried > 0)
+    assert 8 < sum(carried) < 24, carried

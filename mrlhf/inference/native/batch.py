@@ -59,7 +59,7 @@ class Batch:
         # A pass that starts rows is no captured graph.
         together = max(1, limits.max_num_seqs // 16) if runner.captures else 1
         sizes = (self._block_size, limits.max_num_seqs, limits.max_prefill_tokens, together)
-        self._scheduler = Scheduler(runner.manager, *sizes)
+        self._scheduler = Scheduler(runner.manager, runner.slots, *sizes)
         self._sequences = DrawnSequences(sampling, decode, version)
         self._unread: _Pass | None = None
 

@@ -28,6 +28,7 @@ class KVCache:
         experts: the experts of each cached token, [blocks x block_size, mixtures, per_token]; None
             if they are not recorded.
         block_size: tokens in a block.
+        slots: sequences that run at once.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class KVCache:
     ) -> None:
         """Take the memory, on a host when it is first written to; EngineError if there is none.
 
-        `slots` is the number of sequences that run at once, of which layers may have states.
+        Layers may have states of so many sequences as there are `slots`.
         """
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
         pair_shape = (shape.stores, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
@@ -64,6 +65,7 @@ class KVCache:
         self.layers = shape.in_order(self._paged, self.states)
         self.blocks = blocks
         self.block_size = shape.block_size
+        self.slots = slots
         self.state_bytes = slots * shape.state_bytes
         self.nbytes = blocks * shape.block_bytes + self.state_bytes
         self._pool = pool  # set last, so that it goes after the tensors

@@ -21,6 +21,7 @@ from mrlhf.inference.native.inputs import Pass, PassArrays, on_device
 from mrlhf.inference.native.kv_cache import KVCache
 from mrlhf.inference.native.model import Decoder
 from mrlhf.inference.native.sampler import TokenSampler
+from mrlhf.inference.native.state_slots import StateSlots
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 _WARM_UP_LENGTH = 1024  # so many keys are read in parts
@@ -50,10 +51,13 @@ class Runner:
         self._device = cache.layers[0][0].device
         self._graphs = graphs
 
-        # Padding of captured steps writes to a block of its own.
-        blocks = parallel.least(cache.blocks) - (graphs is not None)
-        # What a state holds of a prefix is lost with the next token.
-        self.manager = BlockManager(blocks, cache.block_size, shares=not cache.states)
+        # Padding of captured steps writes to a block and a slot of its own, the last ones.
+        spare = int(graphs is not None)
+        blocks = parallel.least(cache.blocks) - spare
+        # A state goes on with the next token; what it held of a prefix is lost.
+        has_states = bool(cache.states)
+        self.manager = BlockManager(blocks, cache.block_size, shares=not has_states)
+        self.slots = StateSlots(cache.slots - spare, self.manager, keeps=has_states)
         if graphs is not None:
             stored = [part for store in cache.layers for part in store]
             experts = [] if cache.experts is None else [cache.experts]

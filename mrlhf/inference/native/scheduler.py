@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mrlhf.inference.native.blocks import BlockManager
 from mrlhf.inference.native.rows import enlarged
+from mrlhf.inference.native.state_slots import KeptState, StateSlots
 
 Ints = NDArray[np.int64]
 
@@ -73,20 +74,23 @@ class _Fork:
 class Scheduler:
     """The rows that wait and the rows that run; `manager` has room for the longest row alone.
 
-    A row that runs has one of `max_num_seqs` slots, for the states of layers that have them.
-    `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens` prompt tokens.
+    A row that runs has one of the `slots`, `max_num_seqs` or more, for the states of layers that
+    have them. `max_num_seqs` rows run at once, and a pass computes at most `max_prefill_tokens`
+    prompt tokens.
     Rows start where so many as `starts_together` can, for some passes: fewer passes start any.
     """
 
     def __init__(
         self,
         manager: BlockManager,
+        slots: StateSlots,
         block_size: int,
         max_num_seqs: int,
         max_prefill_tokens: int,
         starts_together: int = 1,
     ) -> None:
         self._manager = manager
+        self._state_slots = slots
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
@@ -101,7 +105,6 @@ class Scheduler:
         self._counted = np.zeros(0, dtype=np.int64)  # prompt tokens in `counts` already
         self._held = np.zeros(0, dtype=np.int64)  # blocks
         self.slots: Ints = np.zeros(0, dtype=np.int64)
-        self._free_slots = list(range(max_num_seqs))
 
         # Rows of one prompt wait together, and those that may start follow the first of them: when
         # it has computed the prompt, they start with it.
@@ -197,9 +200,16 @@ class Scheduler:
         return Step(rows, starts, counts, complete, draws, sources, copies, state_copies)
 
     def share_response(self, row: int, tokens: Sequence[int]) -> None:
-        """Let later prompts share what a row, whose tokens these are, has computed of them."""
+        """Let later prompts share what a row, whose tokens these are, has computed of them.
+
+        If layers have states, a single prompt can take them over, and the row must end.
+        """
         held = self.block_tables[row, : self._held[row]].tolist()
-        self._manager.publish(tokens[: self._computed[row]], held)
+        seen = list(tokens[: self._computed[row]])
+        if held and self._state_slots.keeps:
+            self._state_slots.keep(KeptState(seen, int(self.slots[row]), held))
+            self._held[row] = 0
+        self._manager.publish(seen, held)
 
     def end(self, ended: Sequence[int]) -> None:
         """Remove rows; a pass may be scheduled, or run, that they take part in."""
@@ -268,7 +278,7 @@ class Scheduler:
         full, rest = divmod(int(self.lengths[leader]), self._block_size)
         shared = self.block_tables[leader, :full].tolist()
         for number, row in enumerate(followers):
-            own = self._manager.take(1 if rest else 0)
+            own = self._take(1 if rest else 0)
             if own is None:
                 self._waiting.appendleft(followers[number:])
                 return _Fork(place, followers[:number], copies, slots)
@@ -290,7 +300,7 @@ class Scheduler:
 
         for row in short.tolist():
             while self._held[row]:  # the row itself may be preempted
-                if (own := self._manager.take(1)) is not None:
+                if (own := self._take(1)) is not None:
                     self.block_tables[row, self._held[row]] = own[0]
                     self._held[row] += 1
                     break
@@ -334,22 +344,33 @@ class Scheduler:
         # computes at least one token, for the logits.
         known = self._manager.known_prefix(prompt if length == len(prompt) else [*prompt, -1])
         self._manager.share(known)
+        computed = len(known) * self._block_size
+        state = self._state_slots.take_over(prompt, length)
+        if state is not None:
+            known = state.blocks
+            computed = len(state.tokens)
         blocks = -(-length // self._block_size)
         is_short = blocks * self._block_size - length < _SOON
         wanted = blocks - len(known)
         kept = self._wanted_soon(self._running) + is_short if self._running else 0
+        self._state_slots.make_room(wanted + kept)
         own = self._manager.take(wanted) if self._manager.available >= wanted + kept else None
         if own is None:
-            self._manager.release(known)
+            if state is None:
+                self._manager.release(known)
+            else:
+                self._state_slots.keep(state)
             assert self._running, "the cache has no room for one row alone"
             return None
-        self._hold(row, known + own)
-        self._computed[row] = len(known) * self._block_size
+        self._hold(row, known + own, None if state is None else state.slot)
+        self._computed[row] = computed
         self._running.append(row)
 
         # As many other rows of its prompt follow it as there is room for.
-        spare = self._manager.available - self._wanted_soon(self._running)
         of_each = max(1, (length % self._block_size > 0) + is_short)
+        soon = self._wanted_soon(self._running)
+        self._state_slots.make_room(soon + of_each * (min(room, len(rows)) - 1))
+        spare = self._manager.available - soon
         followers = rows[1 : min(room, 1 + max(0, spare) // of_each)]
         if followers:
             self._followers[row] = followers
@@ -358,13 +379,18 @@ class Scheduler:
             self._waiting.appendleft(later)
         return row
 
-    def _hold(self, row: int, blocks: list[int]) -> None:
+    def _take(self, count: int) -> list[int] | None:
+        """Take blocks for a row that runs, before which kept states give theirs up."""
+        self._state_slots.make_room(count)
+        return self._manager.take(count)
+
+    def _hold(self, row: int, blocks: list[int], slot: int | None = None) -> None:
         self.block_tables[row, : len(blocks)] = blocks
         self._held[row] = len(blocks)
-        self.slots[row] = self._free_slots.pop()
+        self.slots[row] = self._state_slots.take() if slot is None else slot
 
     def _release_blocks(self, row: int) -> None:
         if self._held[row]:
-            self._free_slots.append(int(self.slots[row]))
+            self._state_slots.give_back(int(self.slots[row]))
         self._manager.release(self.block_tables[row, : self._held[row]].tolist())
         self._held[row] = 0
