@@ -449,6 +449,7 @@ def test_a_teacher_alone_teaches_on_the_responses_of_the_rows(runs: Runs) -> Non
             assert ids == tokenizer.encode_response(text)
             assert not rollout.loss_mask[row].any()
         assert rollout.loss_mask[~rollout.given].any(dim=1).all()
+        assert not any(name.startswith("training/equal") for name in step.metrics)
     assert counts <= {6, 8}  # 0.4 of 8 prompts, 2 samples each
 
 

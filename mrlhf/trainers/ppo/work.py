@@ -219,10 +219,12 @@ class Work:
             compared = units.scores(shaped, rollout)
             if components is not None:
                 compared = components.scores
-            drawn = ~units.spread(rollout.given)
-            metrics |= equal_score_metrics(
-                compared[..., drawn], units.groups[drawn], algorithm.adv_estimator
-            )
+            has_reward = any(term.weight for term in self.config.reward.terms)
+            if has_reward or components is not None:  # else a teacher alone teaches
+                drawn = ~units.spread(rollout.given)
+                metrics |= equal_score_metrics(
+                    compared[..., drawn], units.groups[drawn], algorithm.adv_estimator
+                )
             experience, kl = self.machine.compute_on_leader(
                 lambda: make_experience(
                     collected, shaped, outputs, algorithm, coefficient, components
