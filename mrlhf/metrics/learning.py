@@ -29,7 +29,8 @@ SCORES = Chapter(
            "`gdpo`: a term compared by itself; `std` is that of the batch, no estimate",
            verl=SAME),
     Metric("training/equal_scores", "whole", "", "0 or 1",
-           "whether all scores are equal; missing for one response, and if no term has a weight", below=1.0),
+           "whether all scores are equal; missing for one response, and if no term has a weight",
+           below=1.0),
     Metric("training/equal_groups", "mean", "prompts", "share",
            "prompts whose responses score the same; missing if none are compared", below=0.95),
 )
