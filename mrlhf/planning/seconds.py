@@ -128,7 +128,10 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
 
 
 def _traffic_of_earlier(config: PPOConfig, sizes: Footprint) -> float:
-    """The same of a teacher that is the actor of an earlier step, and of its average."""
+    """The same of a teacher that is the actor of an earlier step, and of its average.
+
+    The actor comes as often for the move as it would for a pass of its own.
+    """
     section = config.teacher
     if section is None or config.earlier_actor is None or not section.offload:
         return 0.0

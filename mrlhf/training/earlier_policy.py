@@ -136,4 +136,3 @@ class EarlierPolicy:
         shapes = self._policy.tensor_shapes
         is_whole = self._model is not None
         return {name: shape for name, shape in shapes.items() if is_whole or is_adapter(name)}
-

@@ -133,7 +133,7 @@ def _check_run(root: Path, place: Path, run: Run, groups: RoleGroups, rank: int)
         assert any(not torch.equal(wanted[name], before[name]) for name in before) == (
             number % run.every == 0
         )
-    assert not any(held) == bool(run.form.keys)
+    assert any(held) != bool(run.form.keys)
 
 
 def _check_stored(root: Path, place: Path, run: Run, groups: RoleGroups) -> None:
