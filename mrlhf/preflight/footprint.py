@@ -260,10 +260,11 @@ def _add_earlier(found: RankBytes, config: PPOConfig, role: RoleSection, share: 
     leaving = _add_owners(found, "teacher", role, own)
 
     update = found.phases[update_of("actor")]
-    of_actor = {owner: size for owner, size in update.items() if owner == "actor/params"}
+    params = [f"{name}/params" for name in ("actor", "teacher")]
+    of_actor = {owner: size for owner, size in update.items() if owner in params}
     found.phases["move of teacher"] = of_actor | leaving
     if config.distils_in == "loss":  # its output layer is part of the loss
-        update |= {owner: size for owner, size in leaving.items() if owner == "teacher/params"}
+        update |= {owner: size for owner, size in leaving.items() if owner in params}
 
 
 def update_of(name: str) -> str:
