@@ -245,8 +245,17 @@ class PPOConfig(Root):
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the teacher is the policy with other adapters or none."""
+        """Whether the teacher is the policy, with other weights, in its layout."""
         return self.teacher is not None and not self.teacher.models
+
+    @property
+    def earlier_actor(self) -> ActorSection | None:
+        """The second model that is the actor of an earlier step, if the teacher is one."""
+        section = self.teacher
+        if section is None or section.weights != "earlier" or self.actor.lora.is_on:
+            return None
+        offload = ["params", "optimizer"] if section.offload else []
+        return self.actor.model_copy(update={"offload": offload})
 
     def longest_of(self, role: str) -> int:
         """Tokens of the longest sequence that a role reads, whose prompts may be its own."""

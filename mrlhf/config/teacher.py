@@ -45,12 +45,12 @@ class TeacherSection(OwnPromptSection, FrozenSection):
 
     weights: Literal["path", "base", "earlier"] = "path"
     """path: those of path, a model of its own; base: the actor's model without its adapters, which
-    takes no memory; earlier: with its adapters of an earlier step. Of the latter two the keys of a
-    layout are the actor's"""
+    takes no memory; earlier: the actor of an earlier step, with other adapters, or without any as a
+    second model. Of the latter two the keys of a layout are the actor's"""
     every: Annotated[Count, _IF_EARLIER] = 1
     """earlier: steps after which it moves"""
     decay: Annotated[Decay, _IF_EARLIER] = 0.0
-    """earlier: the share that stays of its adapters when it moves, in an exponential average; 0: it
+    """earlier: the share that stays of its weights when it moves, in an exponential average; 0: it
     becomes the policy"""
     path: Annotated[str, AfterValidator(lambda text: text and expand_path(text))] = ""
     """weights path: Hugging Face directory, or org/name of the Hub"""
@@ -71,14 +71,15 @@ class TeacherSection(OwnPromptSection, FrozenSection):
         "{section}.several names {twice} twice; each has one place, and each data source one "
         "teacher": lambda self: _named_twice(self.several),
         "{section}.{key} has no effect, since {weights} is the actor's model in its layout; leave "
-        "it out, or set weights to path": lambda self: [
+        "it out, or set weights to path": lambda self, earlier_actor: [
             {"key": key}
             for key in RoleSection.model_fields
             if self.weights != "path" and self.value_of(key) != _default_of(key)
+            if key != "offload" or earlier_actor is None
         ],
-        "{weights} is the actor's model with other adapters or none, and it has none; set "
-        "actor.lora.rank, or weights to path": lambda self, actor: (
-            self.weights != "path" and not actor.lora.is_on
+        "{weights} is the actor's model without its adapters, and it has none; set "
+        "actor.lora.rank, or weights to path or earlier": lambda self, actor: (
+            self.weights == "base" and not actor.lora.is_on
         ),
     }
 

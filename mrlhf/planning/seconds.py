@@ -100,6 +100,8 @@ def estimate(
                 + mini_batches * _gradients(sizes, name, model)
             )
     moved = sum(_traffic(config, sizes, name) for name in config.roles())
+    if isinstance(config, PPOConfig):
+        moved += _traffic_of_earlier(config, sizes)
     if moved:
         found["offloading"] = moved / (1e9 * STATED.links * gpu.host_gb_s)
     return Estimate(found, samples * lengths.total, at_once)
@@ -123,6 +125,19 @@ def _traffic(config: AnyConfig, sizes: Footprint, name: str) -> float:
     elif "optimizer" in offload:
         moved += 2 * sizes.sizes[f"{name}/optimizer"]
     return moved
+
+
+def _traffic_of_earlier(config: PPOConfig, sizes: Footprint) -> float:
+    """The same of a teacher that is the actor of an earlier step, and of its average.
+
+    The actor comes as often for the move as it would for a pass of its own.
+    """
+    section = config.teacher
+    if section is None or config.earlier_actor is None or not section.offload:
+        return 0.0
+    params = sizes.sizes["teacher/params"]
+    moves = 2 * (params + sizes.sizes.get("teacher/optimizer", 0)) / section.every
+    return moves + (2 if config.distils_in == "loss" else 1) * params
 
 
 def _scorings(config: PPOConfig, name: str) -> float:

@@ -174,6 +174,8 @@ def _of_rank(
             is_last = actor.stage == actor.layout.pp - 1
             nbytes = rows * teacher.spec.hidden_size * teacher.itemsize if is_last else 0
             found.phases[update_of("actor")][f"{name}_output/params"] = nbytes
+        if config.earlier_actor is not None:
+            _add_earlier(found, config, config.earlier_actor, shares["actor"])
         if "judge_model" in shares:
             judge = shares["judge_model"]
             found.sizes["judge engine/params"] = _engine_bytes(judge, "native", judge.layout.tp)
@@ -243,6 +245,26 @@ def _add_generation(found: RankBytes, config: PPOConfig, actor: _Share) -> None:
         generating[ENGINE] = engine
     least = cache_needs(config, spec).least
     found.phases[GENERATION] = generating | {"engine/cache, at least": least}
+
+
+def _add_earlier(found: RankBytes, config: PPOConfig, role: RoleSection, share: _Share) -> None:
+    """Add a teacher that is the actor of an earlier step, and its average in float32."""
+    assert config.teacher is not None
+    itemsizes = {"params": share.itemsize}
+    if config.teacher.decay and share.itemsize < 4:
+        itemsizes["optimizer"] = 4
+    own = {}
+    for owner, itemsize in itemsizes.items():
+        sizes = training_bytes(share.spec, share.layout, itemsize, True, stage=share.stage)
+        own[owner] = sizes.weights
+    leaving = _add_owners(found, "teacher", role, own)
+
+    update = found.phases[update_of("actor")]
+    params = [f"{name}/params" for name in ("actor", "teacher")]
+    of_actor = {owner: size for owner, size in update.items() if owner in params}
+    found.phases["move of teacher"] = of_actor | leaving
+    if config.distils_in == "loss":  # its output layer is part of the loss
+        update |= {owner: size for owner, size in leaving.items() if owner in params}
 
 
 def update_of(name: str) -> str:

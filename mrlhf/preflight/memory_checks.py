@@ -102,7 +102,10 @@ def offloads(config: AnyConfig) -> list[dict[str, Any]]:
     pass through the GPUs in parts.
     """
     trained = trained_models(config)
-    frozen = config.roles().keys() - trained if isinstance(config, PPOConfig) else ()
+    frozen = set()
+    if isinstance(config, PPOConfig):
+        frozen = config.roles().keys() - trained
+        frozen |= {"teacher"} if config.earlier_actor is not None else set()
     choices: list[dict[str, Any]] = [{}]
     for owners in (["grads"], ["grads", "optimizer"], list(OWNERS)):
         choice = {f"{name}.offload": owners for name in trained}

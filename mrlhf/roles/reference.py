@@ -65,11 +65,12 @@ class Teacher(Reference):
     ) -> None:
         """Take the model, and give the ranks of `student`, if that compares, its output layer.
 
-        The model of the student is its own teacher within `as_teacher`.
+        The model of the student is its own teacher within `as_teacher`. Like one in its layout,
+        it needs no `student`.
         """
         super().__init__(engine, temperature, as_teacher)
         self._shard: OutputShard | None = None
-        if student is not None and student is not engine:
+        if student is not None:
             self._shard = OutputShard(engine, student, temperature)
 
     @property

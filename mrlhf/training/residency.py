@@ -80,6 +80,7 @@ class Residency:
         self._away: dict[Owner, dict[int, _Away]] = {}
         self._copies: dict[Owner, dict[int, Tensor]] = {}
         self._room: dict[int, Tensor] = {}  # by storage, memory for copies that are not made yet
+        self._old: set[Owner] = set()  # owners of which no copy is current
         for owner, of_owner in tensors.items():
             self.add(owner, of_owner)
 
@@ -174,7 +175,7 @@ class Residency:
 
     def forget_copies(self) -> None:
         """Copy frozen weights again when they leave next, since they have changed."""
-        self._copies = {owner: {} for owner in self._tensors}
+        self._old.update(self._tensors)
 
     def _leave(self, owner: Owner) -> None:
         self._before_leaving()
@@ -183,6 +184,7 @@ class Residency:
         copies = self._copies[owner]
         self._copies[owner] = {key: copy for key, copy in copies.items() if key in storages}
         self._send(owner, storages)
+        self._old.discard(owner)
         self._memory.hold(self._title(owner), 0)
 
     def _send(self, owner: Owner, storages: Mapping[int, _OnDevice]) -> None:
@@ -222,7 +224,7 @@ class Residency:
         copies = self._copies[owner]
         if key in self._room:
             copies[key] = self._room.pop(key)
-        elif held.is_constant:
+        elif held.is_constant and owner not in self._old:
             return copies[key]
         return copies[key].copy_(_whole(held.tensor), non_blocking=copies[key].is_pinned())
 

@@ -161,7 +161,7 @@ def train_row(root: Path, factory: GroupFactory, row: Row, out: Path) -> RowResu
         other = build_teacher(setting, case, groups, actor)
         if case.teacher_is_base:
             policy = actor.engine
-            other = Teacher(policy, plain_tables.TEMPERATURE, policy, policy.adapters.off)
+            other = Teacher(policy, plain_tables.TEMPERATURE, None, policy.adapters.off)
     of_actor = _update_actor(setting, case, actor, other)
     trained = {
         "sft": _train_sft(setting, case),

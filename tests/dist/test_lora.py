@@ -15,7 +15,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.preflight.model_bytes import training_bytes
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.reference import Reference
-from mrlhf.training.earlier_adapters import EarlierAdapters
+from mrlhf.training.earlier_policy import EarlierPolicy
 from tests.dist.role_runs import (
     SEQUENCE_PARALLEL,
     Form,
@@ -113,7 +113,7 @@ def _check_earlier(root: Path, groups: dict[str, RoleGroups]) -> None:
     policy = build_actor(Setting(root, groups["tp 2"], SEQUENCE_PARALLEL), ADAPTED)
     engine = policy.engine
     began = engine.adapters.copy()
-    earlier = EarlierAdapters(engine, every=2, decay=0.25)
+    earlier = EarlierPolicy(engine, every=2, decay=0.25)
     update_actor(policy, load_experience(root, ADAPTED), plain_ppo.MINI_BATCH)
     now = engine.adapters.copy()
     earlier.after_step(2)
@@ -129,7 +129,7 @@ def _check_earlier(root: Path, groups: dict[str, RoleGroups]) -> None:
 
     form = Form("dp 2", 1000, distributed_optimizer=True)
     policy = build_actor(Setting(root, groups["dp 2"], form), ADAPTED)
-    other = EarlierAdapters(policy.engine, every=1, decay=0.0)
+    other = EarlierPolicy(policy.engine, every=1, decay=0.0)
     other.load(root / "earlier")
     other.save(root / "again")
     files = [next((root / name).iterdir()).read_bytes() for name in ("earlier", "again")]

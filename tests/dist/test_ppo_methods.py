@@ -470,6 +470,47 @@ def test_each_row_is_praised_by_the_teacher_of_its_data_source(runs: Runs) -> No
         assert step.metrics[name] == pytest.approx(mean, abs=2e-5)
 
 
+EARLIER = [
+    *WITHOUT_KL,
+    "actor.use_kl_loss=false",
+    "actor.kl_loss_coef=0.001",
+    "actor.ppo_mini_batch_size=8",
+    "actor.ppo_epochs=1",
+    "teacher.weights=earlier",
+    "teacher.offload=[params]",
+]
+AVERAGED = [*EARLIER, "teacher.decay=0.5"]
+AVERAGED_DEEP = Scenario("average, tp2 pp2", [*TP2_PP2, *AVERAGED])
+AVERAGED_WIDE = Scenario("average, dp4", [*DP4, *AVERAGED])
+CAUGHT_UP = Scenario("the policy before, tp2 pp2", [*TP2_PP2, *EARLIER])
+_PRAISE = ["algorithm.distillation.mode=reward", "algorithm.distillation.coef=0.5"]
+OF_TWO_STEPS = Scenario("first, reward, tp2 pp2", [*TP2_PP2, *EARLIER, *_PRAISE, "teacher.every=2"])
+
+
+def test_a_policy_learns_from_its_earlier_self_on_every_layout(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, AVERAGED_DEEP, AVERAGED_WIDE)
+    name = "actor/distillation_kl"
+    for scenario in (AVERAGED_DEEP, CAUGHT_UP):
+        one, two = runs.steps(scenario)
+        assert one.actor_moved and abs(one.metrics[name]) < 1e-6  # it begins as the policy
+        assert (two.metrics[name] > 1e-5) == (scenario is AVERAGED_DEEP)
+
+
+def test_a_policy_is_praised_by_its_earlier_self(runs: Runs) -> None:
+    step = runs.steps(OF_TWO_STEPS)[1]
+    experience = step.experience
+    rollout = experience.rollout
+    assert experience.old_logprobs is not None
+    logprobs, _ = plain_tables.evaluate(runs.load(), rollout)
+    praise = (logprobs - experience.old_logprobs) * rollout.loss_mask
+    assert praise.abs().max() > 0.01
+    mean = -praise.sum().item() / int(rollout.loss_mask.sum())
+    assert step.metrics["actor/distillation_kl"] == pytest.approx(mean, abs=2e-5)
+    last = torch.tensor(rollout.response_lengths)[:, None] - 1
+    praise = praise.scatter(1, last, 0.0)  # there is the score too
+    assert_close(experience.token_rewards.scatter(1, last, 0.0), 0.5 * praise)
+
+
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
     # With a bypass the difference is measured while the policy is trained.
     assert_engine_and_trainer_agree(runs, without=[BYPASS_DEEP, BYPASS_WIDE, BYPASS_WARM_UP])

@@ -160,9 +160,12 @@ def partial(inputs: Path) -> Setting:
 def bypass(inputs: Path) -> Setting:
     """Without a pass before the update, which may end early; with weights that do not train.
 
-    The critic takes 3 x 1 optimizer steps for at most 2 x 2 of the actor.
+    The critic takes 3 x 1 optimizer steps for at most 2 x 2 of the actor. The teacher is an average
+    of earlier actors, finer than their weights.
     """
     keys = [
+        *("teacher.weights=earlier", "teacher.decay=0.75", "teacher.offload=[params]"),
+        "actor.dtype=bfloat16",
         'actor.freeze=["model.layers.0.*", model.embed_tokens.weight]',
         'critic.freeze=["*.self_attn.*"]',
         "critic.ppo_epochs=3",

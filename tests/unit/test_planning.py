@@ -186,6 +186,43 @@ def test_each_of_several_teachers_counts() -> None:
     assert footprint(leaves, _specs(leaves), 8).phases == phases
 
 
+def test_a_teacher_that_follows_counts_with_its_average() -> None:
+    """Half of 8,190,735,360 weights, of two bytes, and of four in the average."""
+    key = "teacher={weights: earlier, decay: 0.9, offload: [params]}"
+    config = _config(GRPO, key, "actor.offload=[params]")
+    specs = _specs(config)
+    sizes = footprint(config, specs, 8)
+    own = {"teacher/params": sizes.sizes["actor/params"]}
+    assert own["teacher/params"] == pytest.approx(8_190_735_360, rel=1e-3)
+    both = own | {"teacher/optimizer": 2 * own["teacher/params"]}
+    actor = {"actor/params": sizes.sizes["actor/params"]}
+    assert sizes.phases["move of teacher"] == actor | both
+    assert sizes.phases["update of actor"].items() >= (actor | own).items()
+
+    # It comes to be asked, to compare and to move, for which the actor comes and goes too; weights
+    # and average then go.
+    without = with_keys(config, {"teacher": None})
+    gpu = GPUS["h100"]
+    seconds = []
+    for each in (config, without):
+        of_each = footprint(each, specs, 8)
+        took = estimate(each, specs, of_each, 8, gpu, Lengths(512, 1536), 70 * 10**9)
+        seconds.append(took.seconds["offloading"])
+    moved = 4 * own["teacher/params"] + 2 * both["teacher/optimizer"] + 2 * actor["actor/params"]
+    wanted = moved / (1e9 * STATED.links * gpu.host_gb_s)
+    assert seconds[0] - seconds[1] == pytest.approx(wanted)
+
+    in_reward = with_keys(config, {"algorithm.distillation.mode": "reward"})
+    phases = footprint(in_reward, specs, 8).phases
+    assert "teacher/params" not in phases["update of actor"]
+    becomes = with_keys(config, {"teacher.decay": 0.0, "teacher.offload": []})
+    sizes = footprint(becomes, specs, 8)
+    assert sizes.held["teacher/params"] == own["teacher/params"]
+    assert "teacher/optimizer" not in sizes.sizes
+    leaves = with_keys(becomes, {"teacher.offload": offloads(becomes)[3]["teacher.offload"]})
+    assert "teacher/params" not in footprint(leaves, specs, 8).held
+
+
 def test_what_is_offloaded_counts_in_the_phases_that_need_it() -> None:
     everything = "[params,grads,optimizer]"
     stays = _config(GRPO)

@@ -37,7 +37,7 @@ from mrlhf.trainers.ppo.setup import PPOParts
 
 logger = logging.getLogger(__name__)
 
-TEACHER = "teacher"  # directory of a checkpoint that holds the adapters of an earlier actor
+TEACHER = "teacher"  # directory of a checkpoint that holds an earlier actor
 # The keys that must not change in the middle of a step.
 _FIXED = (
     "seed",

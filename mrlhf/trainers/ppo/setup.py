@@ -42,7 +42,7 @@ from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo.generator_setup import build_generator, check_engine
-from mrlhf.training.earlier_adapters import EarlierAdapters
+from mrlhf.training.earlier_policy import EarlierPolicy
 from mrlhf.training.engine import ModelEngine
 
 
@@ -62,7 +62,7 @@ class PPOParts:
     critic: Critic | None  # None if the advantage estimator needs no values
     reference: Reference | None  # None if no KL is asked for
     teachers: Teachers | None  # None without one
-    earlier: EarlierAdapters | None  # the teacher's, if it is the actor of an earlier step
+    earlier: EarlierPolicy | None  # the teacher's, if it is the actor of an earlier step
     generator: Generator
     scorer: Scorer
     shaper: RewardShaper  # makes the scores that train from the scores of a batch
@@ -96,9 +96,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run, actor.engine)
-    earlier = None
-    if config.teacher is not None and config.teacher.weights == "earlier":
-        earlier = EarlierAdapters(actor.engine, config.teacher.every, config.teacher.decay)
+    earlier = _earlier(config, run, actor.engine)
     teachers = _teachers(config, run, actor.engine, earlier)
     early = EarlyScores(inputs.reward.evaluate) if config.rollout.overlap else None
     judge = build_judge(config, run, inputs.judge)
@@ -235,10 +233,22 @@ def _reference(config: PPOConfig, run: Run, policy: ModelEngine) -> Reference | 
     return Reference(policy, temperature, as_it_began)
 
 
+def _earlier(config: PPOConfig, run: Run, policy: ModelEngine) -> EarlierPolicy | None:
+    """The actor of an earlier step, if that is the teacher; with adapters it is no second model."""
+    section = config.teacher
+    if section is None or section.weights != "earlier":
+        return None
+    model = None
+    if config.earlier_actor is not None:
+        own = (config.earlier_actor, policy.spec, policy.groups)
+        model = ModelEngine(*own, run.device, run.phases, "teacher")
+    return EarlierPolicy(policy, section.every, section.decay, model)
+
+
 def _teachers(
-    config: PPOConfig, run: Run, policy: ModelEngine, earlier: EarlierAdapters | None
+    config: PPOConfig, run: Run, policy: ModelEngine, earlier: EarlierPolicy | None
 ) -> Teachers | None:
-    """The teachers; one may be the policy itself without its adapters, or with `earlier` ones."""
+    """The teachers; one may be the policy without its adapters, or as it was `earlier`."""
     section = config.teacher
     if section is None:
         return None
@@ -246,10 +256,12 @@ def _teachers(
     as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext
     engines = {role: role_engine(config, run, role, "lm") for role in section.models}
     if not engines:
-        engines = {"teacher": policy}
+        engines = {"teacher": policy if earlier is None else earlier.engine}
         as_teacher = policy.adapters.off if earlier is None else earlier.within
 
-    student = policy if config.distils_in == "loss" else None
+    # In the actor's layout each rank has the columns of the output layer that it needs.
+    is_elsewhere = config.distils_in == "loss" and not config.teaches_itself
+    student = policy if is_elsewhere else None
     members = {
         role.removeprefix("teacher."): Teacher(engine, temperature, student, as_teacher)
         for role, engine in engines.items()

@@ -103,7 +103,8 @@ class PPOTrainer:
             if "actor" not in updating.updated:
                 updating.end_update("actor", self._work.update_actor(updating, cuts, ref_states))
             if self.parts.earlier is not None and "teacher" not in updating.updated:
-                self.parts.earlier.after_step(updating.number)
+                with self._phases.enter("teacher"):
+                    self.parts.earlier.after_step(updating.number)
                 updating.end_update("teacher", {})
         except TrainingError as error:
             raise self._report.of_failure(error, updating) from error
