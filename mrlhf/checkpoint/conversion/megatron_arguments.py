@@ -376,7 +376,7 @@ def _latent_rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
 
     stated = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **rope}
     plain = {"rope_type": "yarn", **_YARN, "truncate": True}
-    others = stated.keys() - {*plain, "rope_theta", "factor", "mscale", "mscale_all_dim"}
+    others = stated.keys() - {*plain, "type", "rope_theta", "factor", "mscale", "mscale_all_dim"}
     if others or not scales[0] or any(stated.get(key) != plain[key] for key in plain):
         raise CheckpointError(
             f"the model rotates its latents with {dict(rope)}; Megatron-LM has arguments for "
