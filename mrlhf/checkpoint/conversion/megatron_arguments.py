@@ -21,6 +21,15 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     expert_options,
     family_of_mixtures,
 )
+from mrlhf.checkpoint.conversion.megatron_latents import (
+    LATENT_ROPE,
+    LATENT_SIZES,
+    latent_arguments,
+    latent_config,
+    latent_rope_arguments,
+    latent_rope_parameters,
+    stated_latent_rope,
+)
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
@@ -28,21 +37,6 @@ from mrlhf.models.spec import ModelSpec
 # The families that a checkpoint of Megatron-LM alone can be said to be of.
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURE_FAMILIES)
 
-# The sizes of latent attention, and their keys in `config.json`.
-LATENT_SIZES = {
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-}
-# Those of its rotation, with Megatron-LM's defaults.
-_LATENT_ROPE = {
-    "rope_type": "yarn",
-    "rotary_scaling_factor": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-}
 # Arguments that say how large the model is.
 SHAPE_ARGUMENTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
@@ -53,7 +47,7 @@ _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
-    *(*LATENT_SIZES, *_LATENT_ROPE),
+    *(*LATENT_SIZES, *LATENT_ROPE),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
@@ -87,8 +81,6 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# DeepSeek-V3's numbers of yarn, which are constants there too.
-_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 
 
 def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
@@ -140,19 +132,9 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
-        **_latent_arguments(spec),
+        **latent_arguments(spec),
         **expert_arguments(spec),
     }
-
-
-def _latent_arguments(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of Megatron-LM for latent attention, except those of its rotation."""
-    if spec.latent is None:
-        return {"multi_latent_attention": False}
-    latent = spec.latent
-    ranks = (latent.q_rank, latent.kv_rank)
-    sizes = (*ranks, latent.plain_dim, spec.rotary_dim, latent.value_dim)
-    return {"multi_latent_attention": True, **dict(zip(LATENT_SIZES, sizes, strict=True))}
 
 
 def _beyond_megatron(spec: ModelSpec) -> str | None:
@@ -262,8 +244,7 @@ def config_of(
         window = arguments.get("window_size")
         config["sliding_window"] = None if window is None else window[0] + 1
     if family in LATENT_FAMILIES:
-        config |= {key: arguments.get(name) for name, key in LATENT_SIZES.items()}
-        config |= {"head_dim": arguments.get("qk_pos_emb_head_dim"), "rope_interleave": True}
+        config |= latent_config(arguments)
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
@@ -301,7 +282,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             found.append(difference("window_size", window, expected["window_size"]))
 
     if spec.latent is not None and "rotary_scaling_factor" in arguments:
-        for name, stated in _stated_latent_rope(arguments).items():
+        for name, stated in stated_latent_rope(arguments).items():
             if stated != expected[name]:
                 found.append(difference(name, stated, expected[name]))
 
@@ -352,7 +333,7 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
     }
 
     if spec.latent is not None:
-        options |= _latent_rope_arguments(rope)
+        options |= latent_rope_arguments(rope)
     elif kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
         options["use_rope_scaling"] = True
         options["rope_scaling_factor"] = float(rope["factor"])
@@ -366,46 +347,13 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
     return options
 
 
-def _latent_rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of Megatron-LM for the rotation of latent attention."""
-    if rope.get("rope_type", "default") == "default":
-        return {**_LATENT_ROPE, "rope_type": "rope"}
-    scales = (rope.get("mscale"), rope.get("mscale_all_dim"))
-    if not scales[1]:
-        scales = (1.0, 0.0)  # transformers, too, has no use for one of them alone
-
-    stated = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **rope}
-    plain = {"rope_type": "yarn", **_YARN, "truncate": True}
-    others = stated.keys() - {*plain, "type", "rope_theta", "factor", "mscale", "mscale_all_dim"}
-    if others or not scales[0] or any(stated.get(key) != plain[key] for key in plain):
-        raise CheckpointError(
-            f"the model rotates its latents with {dict(rope)}; Megatron-LM has arguments for "
-            f"factor, mscale and mscale_all_dim of yarn with {_YARN} only"
-        )
-    values = ("yarn", float(rope["factor"]), *map(float, scales))
-    return dict(zip(_LATENT_ROPE, values, strict=True))
-
-
-def _stated_latent_rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's arguments in the form of `_latent_rope_arguments`."""
-    stated = {name: arguments.get(name) or default for name, default in _LATENT_ROPE.items()}
-    is_plain = stated["rope_type"] == "rope" and not stated["mscale_all_dim"]
-    if is_plain or stated["rotary_scaling_factor"] == 1:
-        return {**_LATENT_ROPE, "rope_type": "rope"}
-    return stated
-
-
 def _rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) -> dict[str, Any]:
     """The `rope_parameters` in the `config.json` of a checkpoint's model; `theta` is the base."""
     if family == "glm4_moe":
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
     if family in LATENT_FAMILIES:
-        kind, factor, mscale, all_dim = _stated_latent_rope(arguments).values()
-        if kind == "rope":
-            return {"rope_type": "default", "rope_theta": theta}
-        rope = {"rope_type": kind, "rope_theta": theta, "factor": factor, **_YARN}
-        return {**rope, "mscale": mscale, "mscale_all_dim": all_dim}
+        return latent_rope_parameters(arguments, theta)
     linear = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
         factor = float(arguments.get("rope_scaling_factor") or 8.0)
