@@ -50,9 +50,9 @@ def latent_rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of Megatron-LM for the rotation of latent attention."""
     if rope.get("rope_type", "default") == "default":
         return {**LATENT_ROPE, "rope_type": "rope"}
-    scales = (rope.get("mscale"), rope.get("mscale_all_dim"))
+    scales: list[Any] = [rope.get("mscale"), rope.get("mscale_all_dim")]
     if not scales[1]:
-        scales = (1.0, 0.0)  # transformers, too, has no use for one of them alone
+        scales = [1.0, 0.0]  # transformers, too, has no use for one of them alone
 
     stated = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **rope}
     plain = {"rope_type": "yarn", **_YARN, "truncate": True}
@@ -62,8 +62,8 @@ def latent_rope_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
             f"the model rotates its latents with {dict(rope)}; Megatron-LM has arguments for "
             f"factor, mscale and mscale_all_dim of yarn with {_YARN} only"
         )
-    values = ("yarn", float(rope["factor"]), *map(float, scales))
-    return dict(zip(LATENT_ROPE, values, strict=True))
+    values = [float(value) for value in (rope["factor"], *scales)]
+    return dict(zip(LATENT_ROPE, ("yarn", *values), strict=True))
 
 
 def stated_latent_rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
