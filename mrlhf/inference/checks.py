@@ -23,11 +23,11 @@ _VLLM_TOO = "0.33"  # what we use of it is the same in its source, and was not r
 _SHARED = ("temperature", "top_k", "top_p", "stop_token_ids", "stop", "record_masks")
 
 
-def missing_feature(engine: str, spec: ModelSpec, device: str) -> str | None:
-    """A feature of the model in words that the engine lacks on this type of device, if any."""
+def missing_feature(engine: str, spec: ModelSpec, device: str, tp: int) -> str | None:
+    """A feature of the model in words that the engine lacks on `tp` of these devices, if any."""
     if engine != "vllm":
         return None
-    return unsupported_feature(spec) or (unsupported_on_cpu(spec) if device == "cpu" else None)
+    return unsupported_feature(spec) or (unsupported_on_cpu(spec, tp) if device == "cpu" else None)
 
 
 def require_engine(engine: str) -> None:

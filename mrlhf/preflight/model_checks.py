@@ -324,7 +324,8 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     if problem is None and rollout.ep is not None:
         problem = engine_ep_problem(rollout.engine, rollout.ep, rollout.tp, spec)
 
-    feature = missing_feature(rollout.engine, spec, device_kind(config.distributed.device))
+    device = device_kind(config.distributed.device)
+    feature = missing_feature(rollout.engine, spec, device, rollout.tp)
     if feature is not None:
         yield (
             f"rollout.engine is {rollout.engine}, which is not supported for a model with "

@@ -22,6 +22,18 @@ from tests.models.checkpoints import CONFIGS, assert_same_tensors, save_model
 from tests.models.megatron_lm import TOKENS, run_jobs
 
 VOCABULARY = 37
+_LATENT = {"kv_lora_rank": 12, "qk_head_dim": 5, "qk_pos_emb_head_dim": 4, "v_head_dim": 7}
+_OF_LATENT: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 1.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 12,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied-llama3": {
@@ -85,6 +97,20 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_layer_freq": [0, 1, 1, 1],
         },
     },
+    "deepseek_v3": {
+        "qk_norm": True,
+        "head_dim": 7,
+        "latent": _LATENT
+        | {"q_lora_rank": 10, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
+        | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        "mixtures": {**_OF_LATENT, "moe_layer_freq": [0, 1, 1, 1]},
+    },
+    "glm4_moe_lite": {
+        "qk_norm": True,
+        "head_dim": 7,
+        "latent": _LATENT | {"q_lora_rank": None, "rope_type": "rope"},
+        "mixtures": {**_OF_LATENT, "moe_layer_freq": [1, 0, 1, 1]},
+    },
 }
 """What Megatron-LM is told of the models of `tests/models/checkpoints.py`, beside their sizes."""
 
@@ -95,8 +121,9 @@ SAME_ARGUMENTS = [
     *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "swiglu", "normalization"),
     *("norm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "window_size"),
     *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size"),
-    *("num_experts",),
+    *("num_experts", "multi_latent_attention"),
 ]
+TWO_RANKS = ("qwen3-tied", "llama", "qwen2_moe", "glm4_moe", "deepseek_v3")
 SAVED: dict[str, dict[str, Any]] = {
     "optimizer": {"model": MODELS["llama"], "optimizer": True},
     "own-norms": {"model": MODELS["qwen2"], "names": "own"},
@@ -109,6 +136,8 @@ SAVED: dict[str, dict[str, Any]] = {
     "qwen3_moe-own-norms": {"model": MODELS["qwen3_moe-tied"], "names": "own"},
     "glm4_moe": {"model": MODELS["glm4_moe"]},
     "glm4_moe-separate": {"model": MODELS["glm4_moe"], "separate": True},
+    "deepseek_v3": {"model": MODELS["deepseek_v3"]},
+    "deepseek_v3-local": {"model": MODELS["deepseek_v3"], "names": "local"},
     "two-ranks": {"model": MODELS["qwen3-tied"], "optimizer": True},
     "two-ranks-separate": {"model": MODELS["qwen2"], "separate": True},
     "two-ranks-experts": {"model": MODELS["qwen2_moe"]},
@@ -128,8 +157,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for ranks in (1, 2):
         jobs = []
         for name, model in MODELS.items():
-            if ranks == 1 or name in ("qwen3-tied", "llama", "qwen2_moe", "glm4_moe"):
-                same = [*SAME_ARGUMENTS, *model.get("mixtures", {})] if ranks == 1 else []
+            if ranks == 1 or name in TWO_RANKS:
+                more = [*model.get("mixtures", {}), *model.get("latent", {})]
+                same = [*SAME_ARGUMENTS, *more] if ranks == 1 else []
                 jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, model=model))
         for name, saved in SAVED.items():
             if name.startswith("two-ranks") == (ranks == 2):

@@ -32,6 +32,22 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LATENT: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "pad_token_id": None,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "llama-tied-llama3": {
@@ -95,6 +111,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 10,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "q_lora_rank": None,
     },
 }
 """Every family that Megatron-LM has, with tied and untied embeddings."""

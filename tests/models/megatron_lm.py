@@ -59,8 +59,8 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         hidden_size=32,
         ffn_hidden_size=24,
         num_attention_heads=8,
-        group_query_attention=True,
-        num_query_groups=4,
+        group_query_attention="latent" not in model,
+        num_query_groups=8 if "latent" in model else 4,
         kv_channels=model.get("head_dim", 4),
         max_position_embeddings=model.get("max_positions", 64),
         position_embedding_type="rope",
@@ -81,6 +81,8 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         make_vocab_size_divisible_by=8,
         padded_vocab_size=40,
         **{"num_experts": None, **model.get("mixtures", {})},
+        multi_latent_attention="latent" in model,
+        **model.get("latent", {}),
         tensor_model_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
         pipeline_model_parallel_size=1,
         data_parallel_size=1,
@@ -104,9 +106,11 @@ def build(job: dict[str, Any]) -> Any:
     mixtures = dict(job["model"].get("mixtures", {}))
     if mixtures:
         mixtures["num_moe_experts"] = mixtures.pop("num_experts")
-    config = _transformer_config(args, mixtures)
+    config = _transformer_config(args, mixtures, job["model"].get("latent", {}))
     if mixtures:
         spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
+        if args.multi_latent_attention:
+            _let_heads_of_values_differ(spec)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
     model = GPTModel(
@@ -132,11 +136,30 @@ def build(job: dict[str, Any]) -> Any:
     return model.eval() if mixtures else model
 
 
-def _transformer_config(args: argparse.Namespace, mixtures: dict[str, Any]) -> Any:
-    import torch
-    from megatron.core.transformer.transformer_config import TransformerConfig
+def _let_heads_of_values_differ(spec: Any) -> None:
+    """Give latent attention a core that is told of its heads; only TransformerEngine's asks."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    return TransformerConfig(
+    class Core(DotProductAttention):
+        def __init__(self, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+            super().__init__(**options)
+            assert v_channels in (0, self.config.kv_channels), k_channels
+
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Core
+
+
+def _transformer_config(
+    args: argparse.Namespace, mixtures: dict[str, Any], latent: dict[str, Any]
+) -> Any:
+    import torch
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return kind(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -163,6 +186,8 @@ def _transformer_config(args: argparse.Namespace, mixtures: dict[str, Any]) -> A
         persist_layer_norm=False,
         cuda_graph_scope=[],
         **mixtures,
+        **latent,
+        **({"rotary_base": args.rotary_base} if latent else {}),
     )
 
 
@@ -182,6 +207,8 @@ def sharded_model(job: dict[str, Any], model: Any) -> dict[str, Any]:
     sharded = model.sharded_state_dict(metadata=metadata)
     if job["model"].get("mixtures") and job.get("names") != "local":
         name_norms_of_mixtures(sharded)
+    if job["model"].get("latent") and job.get("names") != "local":
+        name_norms_of_latents(sharded)
     if job.get("names") == "own":
         for entry in sharded.values():
             key = entry.key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
@@ -199,6 +226,20 @@ def name_norms_of_mixtures(sharded: dict[str, Any]) -> None:
         layer, found, rest = entry.key.partition("mlp.linear_fc1.layer_norm_")
         if found and f"{layer}mlp.router.weight" in keys:
             entry.key = f"{layer}pre_mlp_layernorm.{rest}"
+
+
+def name_norms_of_latents(sharded: dict[str, Any]) -> None:
+    """Give norms that a linear layer of latent attention or a dense MLP follows such names, too."""
+    keys = {entry.key for entry in sharded.values()}
+    for entry in sharded.values():
+        for letter in ("q", "kv"):
+            entry.key = entry.key.replace(
+                f"self_attention.{letter}_layernorm.",
+                f"self_attention.linear_{letter}_up_proj.layer_norm_",
+            )
+        layer, found, rest = entry.key.partition("pre_mlp_layernorm.")
+        if found and f"{layer}mlp.router.weight" not in keys:
+            entry.key = f"{layer}mlp.linear_fc1.layer_norm_{rest}"
 
 
 def train_one_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
@@ -301,11 +342,14 @@ def main() -> None:
     from megatron.core import parallel_state
     from megatron.core.safe_globals import register_safe_globals
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from safetensors.torch import save_file
 
-    # megatron-core's router asks for it, but has no such name without TransformerEngine.
+    # megatron-core's router asks for it, but has no such name without TransformerEngine. Its latent
+    # attention takes TransformerEngine to be there.
     moe_utils.__dict__.setdefault("te_general_gemm", None)
+    multi_latent_attention.__dict__["HAVE_TE"] = False
     register_safe_globals()
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])

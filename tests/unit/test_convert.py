@@ -59,6 +59,8 @@ def _linear_layers(name: str) -> int:
         "qwen2_moe": 4 * (2 + 4 * 2 + 2),
         "qwen3_moe-tied": 3 * (2 + 8 * 2) + 4,
         "glm4_moe": 3 * (2 + 8 * 2 + 2) + 4,
+        "deepseek_v3": 3 * (5 + 8 * 2 + 2) + 5 + 2,
+        "glm4_moe_lite": 3 * (4 + 8 * 2 + 2) + 4 + 2,
     }
     return with_mixtures.get(name, 4 * 4)
 
@@ -89,8 +91,9 @@ def test_the_arguments_alone_describe_the_model(name: str, tmp_path: Path) -> No
     _convert(tmp_path / "megatron" / "release", tmp_path / "back", "huggingface")
     (tmp_path / "megatron" / "huggingface").rename(tmp_path / "elsewhere")
 
-    is_mistral = CONFIGS[name]["model_type"] == "mistral"
-    source = SourceOptions(model_type="mistral" if is_mistral else None)
+    # The arguments are those of another family, too.
+    is_named = name.startswith(("mistral", "glm4_moe_lite"))
+    source = SourceOptions(model_type=CONFIGS[name]["model_type"] if is_named else None)
     told = _convert(tmp_path / "megatron", tmp_path / "again", "huggingface", given=source)
     assert "there is no tokenizer; copy one beside the model" in told
     assert_same_tensors(tmp_path / "hf", tmp_path / "again")
@@ -251,6 +254,15 @@ def test_a_rope_that_megatron_cannot_have_is_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "hf", rope_parameters=rope)
     with pytest.raises(CheckpointError, match="Megatron-LM has arguments for Llama 3's"):
         _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+
+
+def test_another_epsilon_of_latents_is_told(tmp_path: Path) -> None:
+    save_model("deepseek_v3", tmp_path / "hf", rms_norm_eps=1e-5)
+    told = _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    text = "the epsilon 1e-05 of all norms; transformers gives them 1e-06"
+    assert [note.endswith(text) for note in told].count(True) == 1
+    _convert(tmp_path / "megatron", tmp_path / "back", "huggingface")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
 
 
 def test_what_a_directory_is(tmp_path: Path) -> None:

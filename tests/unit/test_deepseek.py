@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from mrlhf.checkpoint.conversion.megatron_arguments import (
+    arguments_of,
+    command_line,
+    differences,
+)
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.errors import ConfigError, WeightError
+from mrlhf.errors import CheckpointError, ConfigError, WeightError
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.families import Chunk, family_of, load_spec, save_config, spec_of
@@ -64,6 +71,57 @@ def test_kimi_k2_is_a_deepseek_v3_of_another_name(published: Path, tmp_path: Pat
     save_config(spec, tmp_path, torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "deepseek_v3"
     assert load_spec(tmp_path, "lm").attention_scale == spec.attention_scale
+
+
+def test_megatron_lm_has_arguments_for_the_published_model(published: Path) -> None:
+    """Those that people who train it with Megatron-LM give."""
+    spec = load_spec(published, "lm")
+    options = command_line(arguments_of(spec, 128)).splitlines()
+    for option in (
+        *("--multi-latent-attention", "--qk-layernorm", "--q-lora-rank 1536"),
+        *("--kv-lora-rank 512", "--qk-head-dim 128", "--qk-pos-emb-head-dim 64"),
+        *("--v-head-dim 128", "--kv-channels 128", "--rotary-scaling-factor 40.0"),
+        *("--rope-type yarn", "--mscale 1.0", "--mscale-all-dim 1.0", "--moe-router-group-topk 4"),
+    ):
+        assert option in options, option
+    assert not [option for option in options if "query" in option]
+    with pytest.raises(CheckpointError, match=r"latents with .*'beta_fast': 1\.0"):
+        arguments_of(load_spec(published.parent / "Kimi-K2", "lm"), 128)
+
+
+def test_a_rotation_of_latents_is_compared_with_what_is_stated(published: Path) -> None:
+    spec = load_spec(published, "lm")
+    stated = arguments_of(spec, 128)
+    assert differences(spec, stated) == []
+    assert differences(spec, {**stated, "kv_channels": 56, "rope_type": None}) == []
+    (found,) = differences(spec, {**stated, "mscale_all_dim": 0.0})
+    assert found == "mscale_all_dim is 0.0 in the checkpoint and 1.0 there"
+    (found,) = differences(spec, {**stated, "multi_latent_attention": False})
+    assert found.startswith("multi_latent_attention is False")
+
+    # Yarn that scales nothing is no yarn, whatever its name is.
+    plain = tiny_spec("deepseek_v3")
+    stated = arguments_of(plain, 1)
+    for rope in ({"rope_type": "yarn"}, {"rotary_scaling_factor": 40.0}):
+        assert differences(plain, {**stated, **rope}) == []
+    assert differences(plain, {**stated, "rope_type": "yarn", "rotary_scaling_factor": 4.0})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"truncate": False}, {"attention_factor": 1.0}, {"mscale": None}, {"beta_slow": 2}],
+)
+def test_a_rotation_of_latents_without_arguments_is_refused(
+    published: Path, change: dict[str, Any]
+) -> None:
+    spec = load_spec(published, "lm")
+    rope = {**spec.hf_config["rope_parameters"], **change}
+    with pytest.raises(CheckpointError, match=r"only$"):
+        arguments_of(replace(spec, hf_config={"rope_parameters": rope}), 128)
+    assert spec.latent is not None
+    halves = replace(spec, latent=replace(spec.latent, interleaved=False))
+    with pytest.raises(CheckpointError, match="rotated halves of latents"):
+        arguments_of(halves, 128)
 
 
 def test_glm_4_7_flash_has_the_sizes_of_transformers(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_keys_that_do_not_fit_states_are_refused(published: Path, key: str, said
 def test_layouts_and_other_formats_are_refused_by_name() -> None:
     spec = tiny_spec("qwen3_next")
     assert "4 key heads of its delta nets" in str(tp_problem("tp", 8, spec))
-    assert missing_feature("vllm", spec, "cuda") == "the family qwen3_next"
+    assert missing_feature("vllm", spec, "cuda", 1) == "the family qwen3_next"
     with pytest.raises(CheckpointError, match="gated delta nets"):
         arguments_of(spec, 1)
     assert spec.needs_own_layers

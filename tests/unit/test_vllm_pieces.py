@@ -19,7 +19,7 @@ from mrlhf.inference.vllm.pieces import (
     vllm_pieces,
 )
 from mrlhf.models.parameters import role_pieces
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import ClampedSwish, ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
@@ -110,6 +110,32 @@ def test_each_rank_holds_what_vllm_expects(model: str, tp: int) -> None:
             assert torch.equal(parameter, expected[name]), (name, rank)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_of_gpt_oss_holds_what_vllm_expects(tp: int) -> None:
+    """Rows of gate and up alternate, and the bias of an expert's output is the first rank's."""
+    spec = tiny_spec("gpt_oss")
+    full = full_tensors(spec)
+    theirs = "model.layers.2.mlp.experts.routed_experts."
+    ours = "model.layers.2.mlp.experts.1."
+    attention = "model.layers.2.self_attn."
+    for rank in range(tp):
+        pieces = parameter_pieces(spec, rank, tp)
+        for name, expected in {
+            f"{theirs}w13_weight.1": full[f"{ours}gate_up_proj"].chunk(tp)[rank],
+            f"{theirs}w13_bias.1": full[f"{ours}gate_up_proj_bias"].chunk(tp)[rank],
+            f"{theirs}w2_weight.1": full[f"{ours}down_proj"].chunk(tp, dim=1)[rank],
+            "model.layers.2.attn.sinks": full[attention + "sinks"].chunk(tp)[rank],
+            "model.layers.2.attn.o_proj.bias": full[attention + "o_proj.bias"],
+            "model.layers.2.mlp.router.bias": full["model.layers.2.mlp.router.bias"],
+        }.items():
+            (piece,) = pieces[name]
+            part = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+            assert torch.equal(part, expected), name
+            assert parameter_shapes(spec, tp)[name] == tuple(expected.shape)
+        assert len(pieces[f"{theirs}w2_bias.1"]) == (rank == 0)
+        assert "model.embedding.weight" in pieces and not any("self_attn" in n for n in pieces)
+
+
 def test_padding_alone_is_no_piece() -> None:
     """Of 64 rows for 37 tokens, the last of four ranks has padding alone."""
     pieces = parameter_pieces(tiny_spec("llama"), 3, 4)
@@ -194,17 +220,38 @@ def test_mixtures_with_other_features_are_refused() -> None:
 
     for name in WITH_EXPERTS:
         spec = replace(tiny_spec(name), head_dim=32)
-        assert unsupported_on_cpu(spec) is None
-        assert unsupported_on_cpu(replace(spec, hidden_size=48)) == (
+        assert unsupported_on_cpu(spec, 1) is None
+        assert unsupported_on_cpu(replace(spec, hidden_size=48), 1) == (
             "experts and hidden size 48, no multiple of 32, on a CPU"
         )
     dense = replace(tiny_spec("llama"), hidden_size=48, head_dim=32)
-    assert unsupported_on_cpu(dense) is None
-    without = unsupported_on_cpu(replace(dense, head_dim=16))
+    assert unsupported_on_cpu(dense, 1) is None
+    without = unsupported_on_cpu(replace(dense, head_dim=16), 1)
     assert without is not None and without.startswith("head_dim 16 on a CPU")
 
 
-@pytest.mark.parametrize("name", FEATURE_MODELS)
+def test_another_gpt_oss_than_the_published_is_refused() -> None:
+    spec = tiny_spec("gpt_oss")
+    assert unsupported_feature(spec) is None
+    assert spec.experts is not None
+    gate = replace(spec.experts, activation=ClampedSwish(alpha=1.7, limit=7.0))
+    rope = spec.hf_config["rope_parameters"]
+    for other in (
+        replace(spec, experts=gate),
+        replace(spec, norm_eps=1e-6),
+        replace(spec, windows=spec.windows[::-1]),
+        replace(spec, tied_embeddings=True),
+        replace(spec, hf_config={"rope_parameters": rope | {"rope_type": "linear"}}),
+        replace(spec, hf_config={"rope_parameters": rope | {"attention_factor": 2.0}}),
+    ):
+        assert unsupported_feature(other) == "another form than the published gpt-oss"
+    wide = replace(spec, head_dim=64, ffn_size=96)
+    assert unsupported_on_cpu(wide, 1) is None
+    parts = unsupported_on_cpu(wide, 2)
+    assert parts is not None and parts.startswith("experts of width 96 on 2 ranks, whose parts")
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURE_MODELS if name != "gemma3"])
 def test_a_model_with_other_features_is_refused(name: str) -> None:
     spec = spec_of(hf_model(name))
     assert unsupported_feature(spec) is not None

@@ -44,6 +44,12 @@ CONFIGS = {
     "mistral-window": lambda: transformers.MistralConfig(
         **SIZES, tie_word_embeddings=False, sliding_window=6
     ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES,
+        query_pre_attn_scalar=24,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=6, norm_topk_prob=True, mlp_only_layers=[1]
     ),
@@ -71,8 +77,23 @@ CONFIGS = {
         routed_scaling_factor=1.7,
         pad_token_id=None,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **{**SIZES, "intermediate_size": 128},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 15000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    ),
 }
-MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
+MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss")
 
 
 def hf_model(name: str, seed: int = 0) -> Any:

@@ -42,11 +42,15 @@ DENSE: list[Case] = [  # model, layout of the actor, tp of the engine
     # Replicas of consecutive ranks lie in no model-parallel group.
     ("llama", AxisSizes(pp=2), 2),
     ("qwen3", AxisSizes(tp=2), 4),  # more ranks than KV heads
+    ("gemma3", AxisSizes(tp=2), 2),
     # The embedding, which is the output layer too, is training's own storage.
     ("qwen2-tied-whole", AxisSizes(), 1),
 ]
 # vLLM's groups outlive an engine with experts, so those of another size need other ranks.
-SPLIT: list[Case] = [("qwen2-moe", AxisSizes(tp=2, ep=2, etp=1), 2)]
+SPLIT: list[Case] = [
+    ("qwen2-moe", AxisSizes(tp=2, ep=2, etp=1), 2),
+    ("gpt-oss", AxisSizes(tp=2, ep=2, etp=1), 2),
+]
 WHOLE: list[Case] = [
     ("glm4-moe", AxisSizes(ep=2), 1),
     ("mixtral", AxisSizes(), 1),  # experts are training's own storage until they are packed

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrlhf.checkpoint.conversion.megatron_experts import (
+    LATENT_FAMILIES,
     MIXTURE_FAMILIES,
     ROUTER_NEEDS,
     beyond_router,
@@ -19,6 +20,15 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     expert_config,
     expert_options,
     family_of_mixtures,
+)
+from mrlhf.checkpoint.conversion.megatron_latents import (
+    LATENT_ROPE,
+    LATENT_SIZES,
+    latent_arguments,
+    latent_config,
+    latent_rope_arguments,
+    latent_rope_parameters,
+    stated_latent_rope,
 )
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
@@ -37,12 +47,14 @@ _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
+    *(*LATENT_SIZES, *LATENT_ROPE),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
+    *("multi_latent_attention", *LATENT_SIZES),
 )
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
@@ -55,7 +67,6 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "apply_layernorm_1p": (False, False),
     "layernorm_zero_centered_gamma": (False, False),
     "apply_residual_connection_post_layernorm": (False, False),
-    "multi_latent_attention": (False, False),
     "qk_l2_norm": (False, False),
     "attention_output_gate": (False, False),
     "mtp_num_layers": (None, None),
@@ -84,6 +95,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
             f"Megatron-LM's arguments do not describe it; keep it as a Hugging Face model"
         )
 
+    latent = spec.latent
     rotary_base = int(spec.rope_theta) if spec.rope_theta.is_integer() else spec.rope_theta
     window = None if spec.sliding_window is None else (spec.sliding_window - 1, 0)
     return {
@@ -93,14 +105,14 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "num_attention_heads": spec.num_heads,
         "group_query_attention": spec.num_kv_heads != spec.num_heads,
         "num_query_groups": spec.num_kv_heads,
-        "kv_channels": spec.head_dim,
+        "kv_channels": spec.head_dim if latent is None else latent.value_dim,
         "seq_length": spec.max_positions,
         "max_position_embeddings": spec.max_positions,
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
         "rotary_base": rotary_base,
-        "rotary_percent": spec.rotary_dim / spec.head_dim,
+        "rotary_percent": 1.0 if latent is not None else spec.rotary_dim / spec.head_dim,
         "rotary_interleaved": False,
         **_rope_arguments(spec),
         "window_size": window,
@@ -108,7 +120,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "squared_relu": False,
         "add_bias_linear": False,
         "add_qkv_bias": spec.qkv_bias,
-        "qk_layernorm": spec.qk_norm == "head",
+        "qk_layernorm": spec.qk_norm == "head" or latent is not None,
         "normalization": "RMSNorm",
         "norm_epsilon": spec.norm_eps,
         "layernorm_epsilon": spec.norm_eps,
@@ -120,6 +132,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
+        **latent_arguments(spec),
         **expert_arguments(spec),
     }
 
@@ -130,13 +143,13 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "gated delta nets": spec.delta is not None,
         "gates of attention": spec.output_gate,
         "norms after attention and MLP": spec.norms_after,
-        "latent attention": spec.latent is not None,
+        "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (
             spec.embedding_multiplier,
             spec.residual_multiplier,
-            spec.attention_multiplier,
+            None if spec.latent is not None else spec.attention_multiplier,
             spec.logits_divisor,
         )
         != (1.0, 1.0, None, 1.0),
@@ -164,13 +177,14 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         "--hidden-dropout 0.0",
     ]
     for name in _OPTIONS_WITH_VALUES:
-        if arguments[name] is not None:
+        if arguments.get(name) is not None:
             options.append(f"--{name.replace('_', '-')} {arguments[name]}")
 
     if arguments["group_query_attention"]:
         options.append("--group-query-attention")
         options.append(f"--num-query-groups {arguments['num_query_groups']}")
-    for name in ("add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"):
+    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention")
+    for name in (*flags, "untie_embeddings_and_output_weights"):
         if arguments[name]:
             options.append(f"--{name.replace('_', '-')}")
     if arguments["use_rope_scaling"]:
@@ -229,6 +243,8 @@ def config_of(
     if family in ("mistral", "mixtral"):
         window = arguments.get("window_size")
         config["sliding_window"] = None if window is None else window[0] + 1
+    if family in LATENT_FAMILIES:
+        config |= latent_config(arguments)
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
@@ -255,6 +271,8 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
     found = []
     for name in _COMPARED:
         is_used = name != "ffn_hidden_size" or spec.has_dense_layers
+        # With latent attention, kv_channels mean nothing; without it, its sizes.
+        is_used = is_used and name in expected and (spec.latent is None or name != "kv_channels")
         if is_used and arguments.get(name) not in (None, expected[name]):
             found.append(difference(name, arguments[name], expected[name]))
 
@@ -262,6 +280,11 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
         window = arguments["window_size"] and tuple(arguments["window_size"])
         if window != expected["window_size"]:
             found.append(difference("window_size", window, expected["window_size"]))
+
+    if spec.latent is not None and "rotary_scaling_factor" in arguments:
+        for name, stated in stated_latent_rope(arguments).items():
+            if stated != expected[name]:
+                found.append(difference(name, stated, expected[name]))
 
     found += contradictions(spec, arguments)
     for name, (_, needed) in _NEEDED.items():
@@ -309,7 +332,9 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": None,
     }
 
-    if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
+    if spec.latent is not None:
+        options |= latent_rope_arguments(rope)
+    elif kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
         options["use_rope_scaling"] = True
         options["rope_scaling_factor"] = float(rope["factor"])
     elif kind == "linear" and float(rope["factor"]).is_integer():
@@ -327,6 +352,8 @@ def _rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) ->
     if family == "glm4_moe":
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
+    if family in LATENT_FAMILIES:
+        return latent_rope_parameters(arguments, theta)
     linear = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
         factor = float(arguments.get("rope_scaling_factor") or 8.0)

@@ -12,7 +12,8 @@ from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import Experts, ModelSpec
 
 # The families with mixtures that Megatron-LM's arguments can describe.
-MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
+MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT_FAMILIES)
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
 ROUTER_NEEDS: dict[str, tuple[Any, Any]] = {
@@ -136,6 +137,8 @@ def beyond_router(experts: Experts) -> dict[str, bool]:
 def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
     """The family that has the most notable feature of a checkpoint's mixtures."""
     stated = stated_experts(arguments)
+    if arguments.get("multi_latent_attention"):
+        return "deepseek_v3"
     if stated["moe_router_score_function"] == "sigmoid":
         return "glm4_moe"
     if stated["moe_shared_expert_intermediate_size"] is not None:
@@ -162,13 +165,14 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
     sparse = layers_with_experts(stated["moe_layer_freq"], num_layers)
     dense = [layer for layer, is_sparse in enumerate(sparse) if not is_sparse]
     shared = stated["moe_shared_expert_intermediate_size"]
-    if shared is None and family in ("qwen2_moe", "glm4_moe"):
+    if shared is None and family not in ("mixtral", "qwen3_moe"):
         raise CheckpointError(
             f"the checkpoint's moe_shared_expert_intermediate_size is None; a {family} model has a "
             "shared expert"
         )
     config["moe_intermediate_size"] = width
-    if family == "glm4_moe":
+    if family == "glm4_moe" or family in LATENT_FAMILIES:
+        kinds = ["sparse" if is_sparse else "dense" for is_sparse in sparse]
         return config | {
             "n_routed_experts": stated["num_experts"],
             "n_shared_experts": shared // width,
@@ -180,6 +184,7 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
             "attention_bias": bool(arguments.get("add_qkv_bias")),
             "use_qk_norm": bool(arguments.get("qk_layernorm")),
             "num_nextn_predict_layers": 0,
+            **({"mlp_layer_types": kinds} if family == "glm4_moe_lite" else {}),
         }
 
     config |= {

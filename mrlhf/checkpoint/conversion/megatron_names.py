@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
+from mrlhf.models.families.mixing_weights import latent_parameters
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Rule, Shape, local_shape, pieces_of
 from mrlhf.weights.stored import first_three
@@ -26,6 +27,12 @@ LAYERS = "decoder.layers."
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+# The same with latent attention, whose input no linear layer normalises.
+_FUSED_LATENT_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "pre_mlp_layernorm.weight": _FUSED_NORMS["pre_mlp_layernorm.weight"],
 }
 # Megatron-LM's names, by ours, of a mixture's parts other than router weights and experts.
 _OF_MIXTURES = {
@@ -86,7 +93,8 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
     if expert is not None:
         name = f"mlp.experts.experts.{expert[2]}"
     elif fused_norms and not (name.startswith("pre_mlp") and spec.has_experts(layer)):
-        name = _FUSED_NORMS.get(name, name)  # no layer follows the norm of a mixture at once
+        # No layer follows the norm of a mixture at once.
+        name = (_FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS).get(name, name)
     name = _OF_MIXTURES.get(name, name)
 
     if spec.experts is None or all(spec.experts.layers):
@@ -107,7 +115,10 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
             blocks = [f"mlp.experts.{number}" for number in range(spec.experts.count)]
             if spec.experts.shared_ffn_size:
                 blocks.append("mlp.shared_experts")
-        modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+        layers = ["linear_qkv.weight", "linear_proj.weight"]
+        if spec.latent is not None:
+            layers = [name for name in latent_parameters(spec.latent) if name.startswith("linear")]
+        modules = [f"self_attention.{name.removesuffix('.weight')}" for name in layers]
         modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
 
         for module in modules:

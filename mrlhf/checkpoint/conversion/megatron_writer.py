@@ -74,7 +74,14 @@ def write_megatron(
         }
     )
     _write_beside(source, directory, arguments)
+    notes = []
+    if spec.latent is not None and spec.latent.norm_eps != spec.norm_eps:
+        notes.append(
+            f"Megatron-LM gives the norms of latents the epsilon {spec.norm_eps} of all norms; "
+            f"transformers gives them {spec.latent.norm_eps}"
+        )
     return [
+        *notes,
         f"{OPTIONS_FILE} holds the options of pretrain_gpt.py for this model; "
         f"--tokenizer-model is its folder {ASSETS}",
         "there is no optimizer state; Megatron-LM begins at iteration 0",

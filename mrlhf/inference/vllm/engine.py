@@ -228,6 +228,8 @@ class VllmEngine:
             "block_size": self._cache_shape.block_size,
             "kv_cache_memory_bytes": self._cache_bytes,
             "gpu_memory_utilization": self._share_of_memory(),
+            # One pool of blocks for all layers: blocks of tokens outside of windows are kept too.
+            "disable_hybrid_kv_cache_manager": True,
             # Compiling on a CPU takes tens of seconds and gains a few per cent.
             "enforce_eager": limits.enforce_eager or on_cpu,
             # Other kernels of a GPU would keep the weights of experts in an order of their own.
@@ -291,10 +293,10 @@ def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:
     """Raise a ConfigError if vLLM cannot run this model here; WeightError if `tp` does not fit."""
     parameter_pieces(spec, 0, tp)
     with guards.HostState().kept():  # importing vLLM alters the process, too
-        _check_platform(spec, device)
+        _check_platform(spec, tp, device)
 
 
-def _check_platform(spec: ModelSpec, device: torch.device) -> None:
+def _check_platform(spec: ModelSpec, tp: int, device: torch.device) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() != (device.type == "cpu"):
@@ -304,7 +306,7 @@ def _check_platform(spec: ModelSpec, device: torch.device) -> None:
             f"'vllm=={VLLM}.*' for CUDA) or set rollout.engine=native"
         )
     if device.type == "cpu":
-        feature = unsupported_on_cpu(spec)
+        feature = unsupported_on_cpu(spec, tp)
         if feature is not None:
             raise ConfigError(
                 f"vLLM is not supported for a model with {feature}; set rollout.engine=native"

@@ -138,7 +138,7 @@ def _memory_of_queues() -> list[Any]:
 
 def repack_output_layer(model: Any) -> None:
     """Pack a tied output layer again: on a CPU it has a packed copy of the shared embedding."""
-    if model.lm_head.weight is model.model.embed_tokens.weight:
+    if "lm_head.weight" not in dict(model.named_parameters()):
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 

@@ -86,7 +86,8 @@ class VllmParameters:
             parts = storage if stack_of(members[0]) else [storage]
             for name, part in zip(members, parts, strict=True):
                 if name in missing:
-                    self._new[name] = part
+                    # What nothing is written to is the first rank's alone.
+                    self._new[name] = part if self.pieces[name] else part.zero_()
                     self._borrowed.discard(name)
         return [
             Slot(piece, self._new[name]) for name, pieces in self.pieces.items() for piece in pieces
@@ -184,7 +185,8 @@ def _is_packed(module: nn.Module, parameter: Tensor) -> bool:
     """Whether vLLM, on a CPU, keeps the weights of `parameter` only in a packed copy."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    return not parameter.numel() or isinstance(module, RoutedExperts)
+    is_stack = isinstance(module, RoutedExperts) and parameter.dim() > 2  # not one of biases
+    return is_stack or not parameter.numel()
 
 
 def _pack(module: nn.Module) -> None:

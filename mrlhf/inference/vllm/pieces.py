@@ -5,7 +5,8 @@
     gate_up_proj    all gate rows of the rank, then its up rows
     w13_weight.3    the same for expert 3 of a mixture, and w2_weight.3 its columns of the output
                     matrix; vLLM stacks the experts of a layer in one parameter, `stack_of` says in
-                    which
+                    which. Where gate and up rows alternate in a checkpoint, they do so here
+    w2_bias.3       the bias of that expert's output, which the first rank adds alone
     embed_tokens    the vocabulary, padded to a multiple of 64, in equal shares of rows
 
 The families in FAMILIES have these parameters in vLLM. This is arithmetic on a spec: it does not
@@ -15,24 +16,36 @@ import vLLM and knows no tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from mrlhf.errors import WeightError
 from mrlhf.inference.sizes import engine_tp_problem, vllm_vocabulary
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.rope import rope_type_of
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import ClampedSwish, ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"),
+)
 CPU_WIDTH = 32
-"""On a CPU vLLM supports experts only if the model's hidden size is a multiple of this."""
+"""On a CPU vLLM supports experts only if the model's hidden size is a multiple of this, and for
+gpt_oss, whose experts it does not pad, a rank's part of their width too."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The sizes of a head for which vLLM 0.32 has attention on a CPU; a test compares them."""
 
-_STACKED = re.compile(r"(.+\.(?:w13|w2)_weight)\.(\d+)")
-_WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe")
+_STACKED = re.compile(r"(.+\.(?:w13|w2)_(?:weight|bias))\.(\d+)")
+_WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss")
+_WITH_WINDOWS = ("gemma3_text", "gpt_oss")  # on some layers only
+# What vLLM calls parts of a gpt_oss model.
+_OF_GPT_OSS = {".embed_tokens.": ".embedding.", ".self_attn.": ".attn."}
+# The numbers and keys of a gpt_oss model that are constants in vLLM.
+_GPT_OSS_GATE = ClampedSwish(alpha=1.702, limit=7.0)
+_GPT_OSS_EPS = 1e-5
+_GPT_OSS_ROPE = {"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "truncate"}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings"}
 Interval = tuple[int, int]
 
 
@@ -64,13 +77,14 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
     if problem is not None:
         raise WeightError(f"vLLM: {problem}")
 
-    maker = _Maker(family_of(spec).tensor_shapes(spec), tp_rank, tp_size)
+    other_names = _OF_GPT_OSS if spec.family == "gpt_oss" else {}
+    maker = _Maker(family_of(spec).tensor_shapes(spec), tp_rank, tp_size, other_names)
     maker.vocabulary("model.embed_tokens.weight")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        maker.whole(prefix + "input_layernorm.weight")
+        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            maker.whole_if_there(f"{prefix}{place}_layernorm.weight")
         _attention(maker, spec, prefix + "self_attn.")
-        maker.whole(prefix + "post_attention_layernorm.weight")
         if spec.has_experts(layer):
             _mixture(maker, spec, layer)
         else:
@@ -92,24 +106,45 @@ def unsupported_feature(spec: ModelSpec) -> str | None:
     """Name in words a feature of the model that our use of vLLM does not support, if any."""
     rope_types = {rope_type_of(spec, kind) for kind in spec.ropes if kind is not None}
     may_have_bias = spec.family in _WITH_QKV_BIAS
+    must_have_bias = spec.family in ("qwen2_moe", "gpt_oss")
+    is_gpt_oss = spec.family == "gpt_oss"
+    some_windows = len(set(spec.windows)) > 1 and spec.family not in _WITH_WINDOWS
     features = {
         f"the family {spec.family}": spec.family not in FAMILIES,
-        "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
+        "biases on o_proj or the MLP": (spec.o_bias or spec.mlp_bias) and not is_gpt_oss,
         "biases on q, k and v": spec.qkv_bias and not may_have_bias,
-        "no biases on q, k and v": spec.family == "qwen2_moe" and not spec.qkv_bias,
-        "windows on some layers only": len(set(spec.windows)) > 1,
-        "yarn rotation": "yarn" in rope_types,
+        "no biases on q, k and v": must_have_bias and not spec.qkv_bias,
+        "windows on some layers only": some_windows,
+        "yarn rotation": "yarn" in rope_types and not is_gpt_oss,
+        "another form than the published gpt-oss": is_gpt_oss and not _is_published(spec),
     }
     return next((feature for feature, is_there in features.items() if is_there), None)
 
 
-def unsupported_on_cpu(spec: ModelSpec) -> str | None:
-    """Name in words a feature of the model that vLLM's build for a CPU does not support, if any."""
+def _is_published(spec: ModelSpec) -> bool:
+    """Whether a gpt_oss model has what vLLM computes whatever its `config.json` says."""
+    assert spec.experts is not None
+    rope = spec.hf_config["rope_parameters"]
+    is_plain = spec.experts.activation == _GPT_OSS_GATE and spec.norm_eps == _GPT_OSS_EPS
+    windows = [bool(window) for window in spec.windows]
+    every_other = windows == [layer % 2 == 0 for layer in range(spec.num_layers)]
+    has_yarn = rope.get("rope_type") == "yarn" and set(rope) | {"truncate"} == _GPT_OSS_ROPE
+    return is_plain and every_other and has_yarn and not spec.tied_embeddings
+
+
+def unsupported_on_cpu(spec: ModelSpec, tp: int) -> str | None:
+    """Name in words a feature of the model that vLLM's build for a CPU does not support, if any.
+
+    The engine has `tp` ranks.
+    """
     if spec.head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         return f"head_dim {spec.head_dim} on a CPU, where vLLM has attention for {sizes}"
     if spec.experts is not None and spec.hidden_size % CPU_WIDTH:
         return f"experts and hidden size {spec.hidden_size}, no multiple of {CPU_WIDTH}, on a CPU"
+    if spec.family == "gpt_oss" and spec.ffn_size % (CPU_WIDTH * tp):
+        width = f"experts of width {spec.ffn_size} on {tp} ranks"
+        return f"{width}, whose parts are no multiple of {CPU_WIDTH}, on a CPU"
     return None
 
 
@@ -138,9 +173,10 @@ def _attention(maker: _Maker, spec: ModelSpec, prefix: str) -> None:
             f"{prefix}v_proj.{kind}": kv,
         }
         maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0)
-    if spec.qk_norm != "none":
-        maker.whole(prefix + "q_norm.weight")
-        maker.whole(prefix + "k_norm.weight")
+    for name in ("q_norm.weight", "k_norm.weight", "o_proj.bias"):
+        maker.whole_if_there(prefix + name)
+    if spec.has_sinks:
+        maker.fused(prefix + "sinks", {prefix + "sinks": maker.share(spec.num_heads)}, dim=0)
     maker.fused(prefix + "o_proj.weight", {prefix + "o_proj.weight": q}, dim=1)
 
 
@@ -151,16 +187,20 @@ def _mixture(maker: _Maker, spec: ModelSpec, layer: int) -> None:
     names = _names_in_checkpoint(spec, layer)
 
     maker.whole(*names("router.weight"))
-    if experts.has_correction:
-        maker.whole(*names("router.correction"))
+    for part in ("bias", "correction"):
+        maker.whole_if_there(*names(f"router.{part}"))
     width = maker.share(experts.ffn_size)
     for number in range(experts.count):
-        gate, up = names(f"experts.{number}.linear_fc1.weight")
+        gate_up = names(f"experts.{number}.linear_fc1.weight")
         (down,) = names(f"experts.{number}.linear_fc2.weight")
-        stack = gate.rpartition(f".{number}.")[0] + ".routed_experts."
-        gate_up = {gate: width, up: width}
-        maker.fused(f"{stack}w13_weight.{number}", gate_up, dim=0, of_expert=True)
+        stack = down.rpartition(f".{number}.")[0] + ".routed_experts."
+        maker.rows(f"{stack}w13_weight.{number}", gate_up)
         maker.fused(f"{stack}w2_weight.{number}", {down: width}, dim=1, of_expert=True)
+        if experts.has_biases:
+            maker.rows(f"{stack}w13_bias.{number}", names(f"experts.{number}.linear_fc1.bias"))
+            maker.first_alone(
+                f"{stack}w2_bias.{number}", *names(f"experts.{number}.linear_fc2.bias")
+            )
 
     if experts.shared_ffn_size:
         (down,) = names("shared.linear_fc2.weight")
@@ -180,10 +220,13 @@ def _names_in_checkpoint(spec: ModelSpec, layer: int) -> Callable[[str], tuple[s
 class _Maker:
     """Collects the pieces of one rank; vLLM's parameters do not repeat, so each is one period."""
 
-    def __init__(self, shapes: dict[str, Shape], tp_rank: int, tp_size: int) -> None:
+    def __init__(
+        self, shapes: dict[str, Shape], tp_rank: int, tp_size: int, other_names: Mapping[str, str]
+    ) -> None:
         self._shapes = shapes
         self._tp_rank = tp_rank
         self._tp_size = tp_size
+        self._other_names = other_names
         self.pieces: dict[str, tuple[Piece, ...]] = {}
 
     def share(self, size: int, most_parts: int | None = None) -> Interval:
@@ -196,6 +239,22 @@ class _Maker:
         """Add a parameter that every rank holds whole."""
         self.fused(name, {name: (0, self._shapes[name][0])}, dim=0)
 
+    def whole_if_there(self, name: str) -> None:
+        """Add a parameter that every rank holds whole, if the model has it."""
+        if name in self._shapes:
+            self.whole(name)
+
+    def first_alone(self, parameter: str, name: str) -> None:
+        """Add a parameter of an expert that the first rank holds whole, and the others as zeros."""
+        self.fused(parameter, {name: (0, self._shapes[name][0])}, dim=0, of_expert=True)
+        if self._tp_rank:
+            self.pieces[parameter] = ()
+
+    def rows(self, parameter: str, names: Sequence[str]) -> None:
+        """Add a parameter of an expert made of the rank's rows of each tensor."""
+        shares = {name: self.share(self._shapes[name][0]) for name in names}
+        self.fused(parameter, shares, dim=0, of_expert=True)
+
     def gated(self, prefix: str, ffn_size: int) -> None:
         """Add the parameters of a gated MLP."""
         share = self.share(ffn_size)
@@ -207,6 +266,7 @@ class _Maker:
         self, parameter: str, intervals: dict[str, Interval], dim: int, of_expert: bool = False
     ) -> None:
         """Add a parameter made of the given interval of each tensor, one after the other."""
+        parameter = self._renamed(parameter)
         period = sum(stop - start for start, stop in intervals.values())
         pieces = []
         offset = 0
@@ -223,5 +283,11 @@ class _Maker:
         share = vllm_vocabulary(rows) // self._tp_size
         start = min(rows, self._tp_rank * share)
         stop = min(rows, (self._tp_rank + 1) * share)
-        piece = Piece(name, self._shapes[name], 0, start, stop, name, 0, stop - start, share)
-        self.pieces[name] = (piece,) if start < stop else ()
+        parameter = self._renamed(name)
+        piece = Piece(name, self._shapes[name], 0, start, stop, parameter, 0, stop - start, share)
+        self.pieces[parameter] = (piece,) if start < stop else ()
+
+    def _renamed(self, parameter: str) -> str:
+        for ours, theirs in self._other_names.items():
+            parameter = parameter.replace(ours, theirs)
+        return parameter

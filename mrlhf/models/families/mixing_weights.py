@@ -58,10 +58,15 @@ def latent_parameters(latent: Latent) -> list[str]:
 
 def latent_rules(latent: Latent, prefix: str) -> dict[str, Rule]:
     """The rules of the parameters of the attention whose tensors have this prefix."""
-    return {
+    rules = {
         f"self_attention.{parameter}.weight": Rule((f"{prefix}{tensor}.weight",), dim)
         for parameter, tensor, dim in _parts(latent)
     }
+    # TransformerEngine fuses each norm into the linear layer that follows it.
+    for letter in ("kv",) if latent.q_rank is None else ("q", "kv"):
+        fused = f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
+        rules[fused] = rules[f"self_attention.{letter}_layernorm.weight"]
+    return rules
 
 
 def delta_shapes(hidden: int, net: DeltaNet, prefix: str) -> Iterator[tuple[str, Shape]]:
