@@ -26,7 +26,7 @@ from mrlhf.parallel.masks import Mask, Packed, Paged
 if TYPE_CHECKING:
     from mrlhf.parallel.packed_sequences import Rotation
 
-_SCORES = 1 << 26  # that are in memory at once, where scores are capped by torch
+_SCORES = 1 << 24  # that are in memory at once, where scores are capped by torch
 _MOST_GAP = 0.05  # of the largest number, between two ways; bfloat16 rounds by 0.004
 _log = logging.getLogger(__name__)
 

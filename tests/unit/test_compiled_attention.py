@@ -143,7 +143,7 @@ def attend_capped_by_hand(query, keys, values, cap, window):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scores", [1, 4 * 2 * 30, 1 << 26])
+@pytest.mark.parametrize("scores", [1, 4 * 2 * 30, 1 << 24])
 @pytest.mark.parametrize("window", [None, 6])
 def test_scores_are_capped(window, scores, dtype, monkeypatch):
     """Of whole sequences, and of last tokens of some, whatever torch does at once; gradients too."""
