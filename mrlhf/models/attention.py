@@ -411,7 +411,8 @@ class _Implementation(NamedTuple):
 _IMPLEMENTATIONS = (
     _Implementation(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
     _Implementation(host_attention.attend_paged, Paged, host_attention.serves),
-    # It has no cap, and no gradient of the log-sum-exp, which a sink's has; such layers go one by one.
+    # It has no cap, and no gradient of the log-sum-exp, which a sink's has; such layers go one
+    # by one.
     _Implementation(attend_varlen, Packed, _has_varlen, takes_more=False),
     _Implementation(attend_pages, Paged, serves),
     _Implementation(attend_one_by_one, Packed, _serves_all),

@@ -121,6 +121,7 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             **sizes,
             head_dim=16,
             query_pre_attn_scalar=20,
+            final_logit_softcapping=4.0,
             sliding_window=7,
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             rope_parameters={

@@ -146,7 +146,7 @@ def attend_capped_by_hand(query, keys, values, cap, window):
 @pytest.mark.parametrize("scores", [1, 4 * 2 * 30, 1 << 24])
 @pytest.mark.parametrize("window", [None, 6])
 def test_scores_are_capped(window, scores, dtype, monkeypatch):
-    """Of whole sequences, and of last tokens of some, whatever torch does at once; gradients too."""
+    """Of whole sequences, and of last tokens; gradients too, whatever torch does at once."""
     monkeypatch.setattr(attention, "_SCORES", scores)
     generator = torch.Generator().manual_seed(2)
     layer = core_attention(4, 2, 24, window)

@@ -243,6 +243,7 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
             GEMMA | {"final_logit_softcapping": -1.0},
             "softcapping=-1.0; it must be above 0",
         ),
+        ("gemma3_text", GEMMA | {"attn_logit_softcapping": 50.0}, "which transformers leaves out"),
         ("gemma3_text", GEMMA | {"attention_bias": True}, "sets attention_bias, which is not"),
         ("gemma3_text", GEMMA | {"hidden_activation": "relu"}, "only gelu_pytorch_tanh is"),
         ("gemma3_text", GEMMA | {"query_pre_attn_scalar": 0}, "it must be above 0"),
