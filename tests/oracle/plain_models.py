@@ -31,7 +31,7 @@ DEEP = ("olmo2", "qwen2-tied")
 MIXTURES = ("qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss")
 # With four stages, the first one trains nothing.
 FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
-MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", "gemma2", *MIXTURES)
+MODELS = ("llama", "qwen2-tied", "gemma2", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
 
 
 # One operation after the other, as the formulas say.
