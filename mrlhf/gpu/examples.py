@@ -31,6 +31,7 @@ class Sizes:
     has_wide_norms: bool = False  # whether weights of norms are float32
     # of a delta net: value heads of a key head, key_dim, value_dim and taps; None if there is none
     delta: tuple[int, int, int, int] | None = (2, 16, 24, 4)
+    caps: bool = False  # whether scores of attention have a cap
 
     def use(self, name: str) -> bool:
         """Whether the model needs this operator."""
@@ -84,7 +85,8 @@ def _paged_attention(
     q = numbers(queries + 1, 2 * sizes.group, sizes.dim)
     scale = 1.7 * sizes.dim**-0.5
     sinks = numbers(2 * sizes.group) if has_sinks else None
-    return q, keys, values, tables, edges, lengths, queries, longest, window, scale, sinks
+    cap = 2.0 if sizes.caps else 0.0
+    return q, keys, values, tables, edges, lengths, queries, longest, window, scale, sinks, cap
 
 
 def _decoding(numbers: Numbers, sizes: Sizes, has_sinks: bool = False) -> tuple[Any, ...]:

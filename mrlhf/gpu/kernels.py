@@ -228,7 +228,7 @@ def paged_attention(
     q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
     sequences, kv_heads, dim, table_stride, scale, window,
     GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of QUERIES tokens x GROUP query heads to one KV head's keys in pages.
 
@@ -284,6 +284,8 @@ def paged_attention(
         if window > 0:
             visible = visible & (seen[None, :] > positions[:, None] - window)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        if CAP > 0:  # tanh by the sigmoid
+            scores = CAP * (2.0 * tl.sigmoid(2.0 * scores / CAP) - 1.0)
         scores = tl.where(visible, scores, -float("inf"))
         top, total, context = _add_keys(scores, value, top, total, context)
 

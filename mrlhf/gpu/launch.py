@@ -164,6 +164,7 @@ def paged_attention(
     window: int,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
     splits: int = 0,
 ) -> Tensor:
     """Return causal attention of the last tokens of each sequence to its pages, shaped as q.
@@ -180,6 +181,7 @@ def paged_attention(
         window: how many tokens a token sees, itself included; 0 for all.
         scale: factor of q @ k.
         sinks: one more logit of each head, without a value, [heads].
+        cap: a score x becomes cap * tanh(x / cap); 0: it stays as it is.
         splits: into how many parts the keys of a sequence are cut; 0 chooses.
     """
     tokens, heads, dim = q.shape
@@ -207,7 +209,7 @@ def paged_attention(
         q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
         sequences, kv_heads, dim, tables.stride(0), scale, window,
         GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tile_keys, DIM=lanes,
-        num_warps=4, num_stages=stages,
+        CAP=cap, num_warps=4, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.join_splits[(tokens * heads,)](

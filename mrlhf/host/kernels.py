@@ -24,10 +24,10 @@ _SIGNATURES = {
     "rms_norm_backward": "pppppp ii n",
     "gated": "pp ii n",
     "gated_backward": "ppp ii n",
-    "attend_packed": "pppp pppp pp iiiiii fn",
-    "attend_packed_backward": "pppp pppp ppp pppp iiiiii fn",
+    "attend_packed": "pppp pppp pp iiiiii ffn",
+    "attend_packed_backward": "pppp pppp ppp pppp iiiiii ffn",
     "rotate_store": "ppp f ppppppp iiiiii n",
-    "attend_paged": "pppp i pppp iiiiii fn",
+    "attend_paged": "pppp i pppp iiiiii ffn",
     "logit_blocks": "p f p iii n",
     "draw": "p f pppp iiiiii n",
 }

@@ -58,6 +58,26 @@ inline float exponential(float y) {
     return y < -87.0f ? 0.0f : p * scale;
 }
 
+// tanh(x), by the rational function that Eigen takes for float.
+template <typename F>
+inline F hyperbolic_tangent(F x) {
+    x = x > 7.9053111f ? F{} + 7.9053111f : x;
+    x = x < -7.9053111f ? F{} - 7.9053111f : x;
+    const F square = x * x;
+    F p = F{} - 2.76076847742355e-16f;
+    p = p * square + 2.00018790482477e-13f;
+    p = p * square - 8.60467152213735e-11f;
+    p = p * square + 5.12229709037114e-08f;
+    p = p * square + 1.48572235717979e-05f;
+    p = p * square + 6.37261928875436e-04f;
+    p = p * square + 4.89352455891786e-03f;
+    F q = F{} + 1.19825839466702e-06f;
+    q = q * square + 1.18534705686654e-04f;
+    q = q * square + 2.26843463243900e-03f;
+    q = q * square + 4.89352518554385e-03f;
+    return x * p / q;
+}
+
 // N numbers in registers, loaded from memory of either type at any address. A copy by memcpy would be
 // loaded anew for each use.
 template <int N>

@@ -71,6 +71,7 @@ inline void multiply(float* c, int64_t c_row, Matrix a, const float* b, int64_t 
 
 struct Shape {
     int64_t kv_heads, per_kv_head, dim, rotary, window;
+    float cap;  // of scores, by tanh; 0 for none
     int64_t width() const { return padded(dim, kLanes); }
     int64_t half() const { return rotary / 2; }
 };
@@ -179,10 +180,14 @@ inline void add_transposed(float* c, const float* p, const float* b, int64_t que
     }
 }
 
-// Returns the whole vectors of a row of scores that hold what it sees; what else they hold becomes -inf.
-inline Seen whole_vectors(float* score, Seen seen) {
+// Caps the scores that a row sees, and returns the whole vectors that hold them; what else these hold
+// becomes -inf.
+inline Seen whole_vectors(float* score, Seen seen, float cap) {
     if (seen.low >= seen.high) return {0, 0};
     const Seen vectors = {seen.low / kLanes * kLanes, padded(seen.high, kLanes)};
+    if (cap > 0.0f)
+        for (int64_t j = vectors.low; j < vectors.high; j += kLanes)
+            save<kLanes>(score + j, cap * hyperbolic_tangent(load<kLanes>(score + j) / cap));
     std::fill(score + vectors.low, score + seen.low, -INFINITY);
     std::fill(score + seen.high, score + vectors.high, -INFINITY);
     return vectors;
@@ -194,8 +199,9 @@ inline void clear_outside(float* row, Seen vectors) {
 }
 
 // Weights and running softmax of one row of scores; what it does not see gets weight 0.
-inline void soften(float* score, Seen seen, float* output, float* highest, float* total, int64_t width) {
-    const Seen vectors = whole_vectors(score, seen);
+inline void soften(float* score, Seen seen, float* output, float* highest, float* total, const Shape& shape) {
+    const int64_t width = shape.width();
+    const Seen vectors = whole_vectors(score, seen, shape.cap);
     Lanes tops = Lanes{} - INFINITY;
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
         const Lanes some = load<kLanes>(score + j);
@@ -249,7 +255,7 @@ void attend_head(const Head<const T>& q, const Rotation& rotation, const Sequenc
                   key, shape);
             for (int64_t r = 0; r < padded(count, kRows); ++r)
                 soften(&scratch.scores[r * kKeys], seen_by(query + r, key, shape.window), &scratch.outputs[r * width],
-                       scratch.highest + r, scratch.totals + r, width);
+                       scratch.highest + r, scratch.totals + r, shape);
             add_weighted(scratch.outputs.data(), scratch.scores.data(), &scratch.values[key * width], query,
                          count, key, shape);
         }
@@ -266,12 +272,18 @@ void attend_head(const Head<const T>& q, const Rotation& rotation, const Sequenc
 
 // Turns scores into weights, and the products of output gradients and values into the gradients of
 // scores, in place.
-inline void differentiate(float* score, float* slope, Seen seen, float logsum, float share) {
-    const Seen vectors = whole_vectors(score, seen);
+inline void differentiate(float* score, float* slope, Seen seen, float logsum, float share, float cap) {
+    const Seen vectors = whole_vectors(score, seen, cap);
     for (int64_t j = vectors.low; j < vectors.high; j += kLanes) {
-        const Lanes weights = exponential(load<kLanes>(score + j) - logsum);
+        const Lanes capped = load<kLanes>(score + j);
+        const Lanes weights = exponential(capped - logsum);
+        Lanes change = weights * (load<kLanes>(slope + j) - share);
+        if (cap > 0.0f) {
+            const Lanes part = capped / cap;  // -inf where nothing is seen
+            change *= part < -1.0f ? Lanes{} : 1.0f - part * part;
+        }
         save<kLanes>(score + j, weights);
-        save<kLanes>(slope + j, weights * (load<kLanes>(slope + j) - share));
+        save<kLanes>(slope + j, change);
     }
     clear_outside(score, vectors);
     clear_outside(slope, vectors);
@@ -314,7 +326,8 @@ void attend_head_backward(const Head<const T>& q, const Head<const T>& out, cons
             for (int64_t r = 0; r < padded(count, kRows); ++r) {
                 // The rows that fill up the last tile see nothing.
                 const Seen seen = r < count ? seen_by(query + r, key, shape.window) : Seen{0, 0};
-                differentiate(scores + r * kKeys, slopes + r * kKeys, seen, scratch.logsums[r], scratch.shares[r]);
+                differentiate(scores + r * kKeys, slopes + r * kKeys, seen, scratch.logsums[r], scratch.shares[r],
+                              shape.cap);
             }
             add_weighted(scratch.query_gradients.data(), slopes, &scratch.keys[key * width], query, count, key, shape);
             add_transposed(&scratch.key_gradients[key * width], slopes, scratch.queries.data(), query, count, key,
@@ -382,8 +395,8 @@ template <typename T>
 void attend(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
             const int32_t* query_edges, const int32_t* key_edges, T* out, float* logsums, int64_t sequences,
             int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window, float scale,
-            int threads) {
-    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window};
+            float cap, int threads) {
+    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window, cap};
     const int64_t heads = kv_heads * per_kv_head, out_strides[3] = {heads * dim, per_kv_head * dim, dim};
     const Rotation rotation = {cos, sin};
     for_each(query_edges, key_edges, sequences, kv_heads, threads,
@@ -400,8 +413,8 @@ void attend_backward(const T* q, const T* k, const T* v, const int64_t* strides,
                      const int32_t* query_edges, const int32_t* key_edges, const T* out, const T* out_gradient,
                      const float* logsums, T* q_gradient, T* k_gradient, T* v_gradient,
                      const int64_t* gradient_strides, int64_t sequences, int64_t kv_heads, int64_t per_kv_head,
-                     int64_t dim, int64_t rotary, int64_t window, float scale, int threads) {
-    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window};
+                     int64_t dim, int64_t rotary, int64_t window, float scale, float cap, int threads) {
+    const Shape shape = {kv_heads, per_kv_head, dim, rotary, window, cap};
     const int64_t width = shape.width();
     const int64_t heads = kv_heads * per_kv_head, out_strides[3] = {heads * dim, per_kv_head * dim, dim};
     const Rotation rotation = {cos, sin};

@@ -145,6 +145,7 @@ struct Cut {
 
 struct Shape {
     int64_t kv_heads, per_kv_head, dim, block_size, window;
+    float cap;  // of scores, by tanh; 0 for none
 };
 
 // Running softmax of the rows of one KV head; row n * per_kv_head + p is head p of query n. For each
@@ -173,6 +174,10 @@ inline void add_block(const Rows& rows, int64_t row, const T* keys, const T* val
         if (low >= high) {
             std::fill(score, score + block_size, 0.0f);
             continue;
+        }
+        if (shape.cap > 0.0f) {
+#pragma omp simd
+            for (int64_t j = 0; j < block_size; ++j) score[j] = shape.cap * hyperbolic_tangent(score[j] / shape.cap);
         }
         std::fill(score, score + low, -INFINITY);
         std::fill(score + high, score + block_size, -INFINITY);
@@ -258,12 +263,13 @@ void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table
 template <typename T>
 void attend(const T* q, const T* keys, const T* values, const int32_t* tables, int64_t table_stride,
             const int32_t* query_starts, const int32_t* lengths, const float* sinks, T* out, int64_t sequences,
-            int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t block_size, int64_t window, float scale, int threads) {
+            int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t block_size, int64_t window, float scale,
+            float cap, int threads) {
     std::vector<Cut> cuts;
     for (int64_t s = 0; s < sequences; ++s)
         for (int64_t first = query_starts[s]; first < query_starts[s + 1]; first += kQueries)
             cuts.push_back({s, first, std::min<int64_t>(kQueries, query_starts[s + 1] - first)});
-    const Shape shape = {kv_heads, per_kv_head, dim, block_size, window};
+    const Shape shape = {kv_heads, per_kv_head, dim, block_size, window, cap};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> scratch(kQueries * kv_heads * per_kv_head * (2 * dim + 2) + 4 * block_size);

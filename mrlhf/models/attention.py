@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 from mrlhf.gpu.library import operator, serves
@@ -25,6 +26,7 @@ from mrlhf.parallel.masks import Mask, Packed, Paged
 if TYPE_CHECKING:
     from mrlhf.parallel.packed_sequences import Rotation
 
+_SCORES = 1 << 24  # that are in memory at once, where scores are capped by torch
 _MOST_GAP = 0.05  # of the largest number, between two ways; bfloat16 rounds by 0.004
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ def attend(
     rotation: Rotation | None = None,
     keeps_keys: bool = False,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute causal attention within each sequence, without dropout.
 
@@ -57,6 +60,7 @@ def attend(
         keeps_keys: whether to keep gathered keys, since they are dropped and computed again anyhow.
         sinks: [heads], a logit of each query head that joins every softmax and has no value, as in
             gpt-oss.
+        cap: a scaled product x becomes cap * tanh(x / cap), as in Gemma 2; None: it stays as it is.
 
     Returns:
         [tokens, heads * head_dim of `value`].
@@ -64,11 +68,12 @@ def attend(
     if key.shape[-1] != value.shape[-1]:
         assert isinstance(mask, Paged) and rotation is None
         return attend_gathered(query, key, value, mask, scale, window, sinks)
-    able = [some for some in _IMPLEMENTATIONS if sinks is None or some.takes_sinks]
+    is_plain = sinks is None and cap is None
+    able = [some for some in _IMPLEMENTATIONS if is_plain or some.takes_more]
     backend = next(some for some in able if isinstance(mask, some.mask) and some.serves(query, key))
     if backend.does_all:
-        return backend.attend(query, key, value, mask, scale, window, sinks, rotation)
-    more = () if sinks is None else (sinks,)
+        return backend.attend(query, key, value, mask, scale, window, sinks, cap, rotation)
+    more = (sinks, cap) if backend.takes_more else ()
     query, key = rotated(query, key, rotation)
 
     exchange = mask.exchange if isinstance(mask, Packed) else None
@@ -123,7 +128,7 @@ def attend_varlen(
 
 def attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: int | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend by torch's scaled_dot_product_attention, sequence by sequence."""
     outputs = []
@@ -133,16 +138,17 @@ def attend_one_by_one(
 
     for q, k, v in zip(queries, keys, values, strict=True):
         seen = None  # causality alone, for which torch has faster kernels
-        if sinks is not None or len(q) < len(k) or (window is not None and len(k) > window):
+        is_plain = sinks is None and cap is None
+        if not is_plain or len(q) < len(k) or (window is not None and len(k) > window):
             positions = torch.arange(len(k), device=q.device)
             seen = _seen(positions[len(k) - len(q) :, None], positions, window)
-        outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale, sinks)[0])
+        outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale, sinks, cap)[0])
     return torch.cat(outputs).flatten(1)
 
 
 def attend_gathered(
     query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend by torch's scaled_dot_product_attention to copies of the blocks of each sequence."""
     query = query.flatten(1, 2)
@@ -155,7 +161,7 @@ def attend_gathered(
         places = torch.arange(count, device=query.device)[:, None]
         positions = mask.lengths[sequences, None, None] - count + places
         seen = _seen(positions, torch.arange(keys.shape[1], device=query.device), window)
-        return _attend_by_torch(queries, keys, values, seen[:, None], scale, sinks)
+        return _attend_by_torch(queries, keys, values, seen[:, None], scale, sinks, cap)
 
     if mask.most_queries == 1:
         return attend_last(query[:, None], slice(None), mask.most_keys).flatten(1)
@@ -176,12 +182,12 @@ def attend_gathered(
 
 def attend_pages(
     query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend to the blocks of each sequence by a kernel of ours on a GPU."""
     output: Tensor = _paged_attention(
         query.flatten(1, 2), key, value, mask.block_tables, mask.query_edges, mask.lengths,
-        mask.most_queries, mask.most_keys, window or 0, scale, sinks,
+        mask.most_queries, mask.most_keys, window or 0, scale, sinks, cap or 0.0,
     )  # fmt: skip
     return output.flatten(1)
 
@@ -189,17 +195,19 @@ def attend_pages(
 def _attend_gathered_flat(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, query_edges: Tensor, lengths: Tensor,
     most_queries: int, most_keys: int, window: int, scale: float, sinks: Tensor | None,
+    cap: float,
 ) -> Tensor:  # fmt: skip
     """`attend_gathered` with the arguments of `mrlhf.gpu.launch.paged_attention`."""
     mask = Paged(query_edges, lengths, tables, most_queries, most_keys)
     query = q.unflatten(1, (keys.shape[2], -1))
-    return attend_gathered(query, keys, values, mask, scale, window or None, sinks).view(q.shape)
+    more = (sinks, cap or None)
+    return attend_gathered(query, keys, values, mask, scale, window or None, *more).view(q.shape)
 
 
 _paged_attention = operator(
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor query_edges, "
-    "Tensor lengths, int most_queries, int most_keys, int window, float scale, Tensor? sinks) "
-    "-> Tensor",
+    "Tensor lengths, int most_queries, int most_keys, int window, float scale, Tensor? sinks, "
+    "float cap) -> Tensor",
     _attend_gathered_flat,
 )
 
@@ -211,11 +219,15 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def _attend_by_torch(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Attend with [sequences, tokens, heads, head_dim] each, to [sequences, tokens of `q`, heads,
     head_dim of `v`].
     """
+    if cap is not None:
+        assert seen is not None and sinks is None
+        return _attend_capped(q, k, v, seen, scale, cap)
     if sinks is not None:
         assert seen is not None
         extended = _with_sinks(q, k, v, seen, sinks / scale)
@@ -237,6 +249,32 @@ def _attend_by_torch(
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return output.transpose(1, 2)
+
+
+def _attend_capped(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float
+) -> Tensor:
+    """The same with capped scores, which are there for a block of queries at a time.
+
+    All arithmetic is in float32. The backward pass computes the scores again.
+    """
+    grouped = q.unflatten(2, (k.shape[2], -1))
+
+    def attend_block(some: Tensor, seen: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("sngpd,smgd->sgpnm", some.float(), k.float()) * scale
+        scores = torch.tanh(scores / cap) * cap
+        weights = scores.masked_fill(~seen.unsqueeze(-3), torch.finfo(scores.dtype).min).softmax(-1)
+        return torch.einsum("sgpnm,smgd->sngpd", weights, v.float()).to(q.dtype).flatten(2, 3)
+
+    height = max(1, _SCORES // (len(q) * q.shape[2] * k.shape[1]))
+    blocks = zip(grouped.split(height, dim=1), seen.split(height, dim=-2), strict=True)
+    again = partial(
+        torch.utils.checkpoint.checkpoint,
+        attend_block,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
+    return torch.cat([again(*block, k, v) for block in blocks], dim=1)
 
 
 def _with_sinks(
@@ -366,15 +404,16 @@ class _Implementation(NamedTuple):
     mask: type[Mask]  # which it can serve
     serves: Callable[[Tensor, Tensor], bool]  # whether it can take these queries and keys
     does_all: bool = False  # it also rotates, and gathers keys without keeping them
-    takes_sinks: bool = True
+    takes_more: bool = True  # sinks and a cap, its last arguments
 
 
 # The first that serves is taken.
 _IMPLEMENTATIONS = (
     _Implementation(host_attention.attend_packed, Packed, host_attention.serves, does_all=True),
     _Implementation(host_attention.attend_paged, Paged, host_attention.serves),
-    # It gives no gradient of the log-sum-exp, which a sink's has; such layers go one by one.
-    _Implementation(attend_varlen, Packed, _has_varlen, takes_sinks=False),
+    # It has no cap, and no gradient of the log-sum-exp, which a sink's has; such layers go one
+    # by one.
+    _Implementation(attend_varlen, Packed, _has_varlen, takes_more=False),
     _Implementation(attend_pages, Paged, serves),
     _Implementation(attend_one_by_one, Packed, _serves_all),
     _Implementation(attend_gathered, Paged, _serves_all),

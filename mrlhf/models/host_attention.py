@@ -28,7 +28,7 @@ def serves(query: Tensor, key: Tensor) -> bool:
 
 def attend_paged(
     query: Tensor, key: Tensor, value: Tensor, mask: Paged, scale: float, window: int | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None, cap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attend to a cache in whose blocks `rotate_store` has transposed the keys."""
     host = kernels.find(query.dtype)
@@ -42,7 +42,7 @@ def attend_paged(
     host.attend_paged(
         query, key, value, tables, tables.stride(0), mask.query_edges, mask.lengths, sinks, out,
         len(mask.lengths), kv_heads, per_kv_head, dim, key.shape[1], window or 0,
-        scale, threads_for(64 * query.numel()),
+        scale, cap or 0.0, threads_for(64 * query.numel()),
     )  # fmt: skip
     return out
 
@@ -54,6 +54,7 @@ class _Settings(NamedTuple):
     mask: Packed
     scale: float
     window: int | None
+    cap: float | None
     cosines: Tensor  # float32 [positions, rotary_dim / 2]; positions count in each sequence
     sines: Tensor
 
@@ -66,6 +67,7 @@ def attend_packed(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    cap: float | None,
     rotation: Rotation | None,
 ) -> Tensor:
     """Rotate and attend, as `attention.attend` says."""
@@ -78,7 +80,7 @@ def attend_packed(
 
     nothing = query.new_empty((0, 0), dtype=torch.float32)
     tables = (nothing, nothing) if rotation is None else (rotation.cosines, rotation.sines)
-    settings = _Settings(host, mask, scale, window, *tables)
+    settings = _Settings(host, mask, scale, window, cap, *tables)
     output: Tensor = _PackedAttention.apply(settings, sinks, query, key, value)
     return output
 
@@ -164,4 +166,4 @@ def _sizes(query: Tensor, settings: _Settings) -> tuple[Any, ...]:
     """Return the numbers that are the last arguments of both functions."""
     sequences = len(settings.mask.query_edges) - 1
     sizes = (sequences, *query.shape[1:], 2 * settings.cosines.shape[1], settings.window or 0)
-    return *sizes, settings.scale, threads_for(16 * query.numel())
+    return *sizes, settings.scale, settings.cap or 0.0, threads_for(16 * query.numel())

@@ -163,6 +163,7 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
             "attn_mask_type": AttnMaskType.causal,
             "rope": _rope(spec, rope),
             "has_sinks": spec.has_sinks,
+            "cap": spec.attention_cap,
         },
         submodules=submodules,
     )

@@ -59,6 +59,7 @@ class CoreAttention(torch.nn.Module):
         rotation: Rotation | None,
         packed: PackedSequences,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Rotate q and k, unless `rotation` is None, and attend, to [tokens, heads * head_dim]."""
         return attend(
@@ -71,6 +72,7 @@ class CoreAttention(torch.nn.Module):
             rotation=rotation,
             keeps_keys=self._is_recomputed,
             sinks=sinks,
+            cap=cap,
         )
 
 
@@ -96,10 +98,12 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         *,
         rope: Rope | None,
         has_sinks: bool = False,
+        cap: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config=config, **options)
         self._rope = rope
+        self._cap = cap
         self.recomputes = self.checkpoint_core_attention
         self.sinks: torch.nn.Parameter | None = None
         if has_sinks:
@@ -154,7 +158,8 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         if self._rope is not None:
             rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
         if isinstance(self.core_attention, CoreAttention):
-            output: Tensor = self.core_attention(query, key, value, rotation, packed, self.sinks)
+            more = (self.sinks, self._cap)
+            output: Tensor = self.core_attention(query, key, value, rotation, packed, *more)
             return output * gate[0].flatten(1).sigmoid() if gate else output
 
         # TransformerEngine's attention is a module of its own, with the window in its settings.

@@ -239,7 +239,10 @@ class ModelSpec:
     rounds_multiplier: bool = False  # whether that number has the dtype of the embeddings
     residual_multiplier: float = 1.0  # the outputs of attention and MLP are multiplied by it
     attention_multiplier: float | None = None  # of products of q and k; None for 1 / sqrt(head_dim)
-    logits_divisor: float = 1.0  # the logits are divided by it
+    # a scaled product x of q and k becomes cap * tanh(x / cap); None: it stays as it is
+    attention_cap: float | None = None
+    logits_cap: float | None = None  # of the same kind, of the products with the output layer
+    logits_divisor: float = 1.0  # the logits are then divided by it
     experts: Experts | None = None  # None in a dense model
     latent: Latent | None = None  # None where keys and values come from the hidden state
     delta: DeltaNet | None = None  # None if all layers have attention
@@ -308,7 +311,7 @@ class ModelSpec:
         has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
         multiplies = self.residual_multiplier != 1.0
         is_other = self.latent is not None or self.delta is not None
-        has_more = self.has_sinks or self.output_gate
+        has_more = self.has_sinks or self.output_gate or self.attention_cap is not None
         return has_biases or has_norms or multiplies or is_other or has_more or self.keeps_weights
 
     @property
@@ -329,7 +332,8 @@ class ModelSpec:
             net = self.delta
             delta = (net.value_heads // net.key_heads, net.key_dim, net.value_dim, net.taps)
         wide = self.norms_add_one
-        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, wide, delta)
+        caps = self.attention_cap is not None
+        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, wide, delta, caps)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding rows over all `tp` ranks, padding included."""

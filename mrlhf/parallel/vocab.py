@@ -30,6 +30,8 @@ from mrlhf.parallel.vocab_sums import (
     NumbersToCompute,
     TokenNumbers,
     add_mixture,
+    cap_logits,
+    cap_slopes,
     write_gradient,
 )
 from mrlhf.records import SamplingMasks
@@ -56,6 +58,7 @@ class OutputLayer:
     group: dist.ProcessGroup | None  # that holds the shards; None if this rank holds all rows
     vocab_size: int  # number of rows over all ranks, without padding
     scale: float  # multiplies the products
+    cap: float | None = None  # before, each becomes cap * tanh(product / cap)
 
     @property
     def columns(self) -> Columns:
@@ -287,6 +290,8 @@ class _Projection:
             logits, ref_logits = self._project(rows)
             inside = slice(rows.start - first, rows.stop - first)
             gradients = grad_numbers.tokens(inside)
+            cap = self._layer.cap
+            through_cap = None if cap is None else cap_slopes(logits, cap)
             slope = None
             if self._wanted.apart and gradients.full_kl is not None:
                 assert ref_logits is not None
@@ -305,6 +310,8 @@ class _Projection:
             )
             if slope is not None:
                 logits += slope
+            if through_cap is not None:
+                logits *= through_cap
 
             # The gradient has been written over the logits.
             self._held = None
@@ -317,7 +324,7 @@ class _Projection:
         logits = self._logits[:height]
         ref_logits = None if self._ref_logits is None else self._ref_logits[:height]
         if self._held != rows:
-            mm(tokens.hidden[rows], self._layer.weight.t(), logits)
+            _multiply(tokens.hidden[rows], self._layer, logits)
             if ref_logits is not None:
                 self._project_references(rows, ref_logits)
             self._mask(rows, logits, ref_logits)
@@ -335,7 +342,7 @@ class _Projection:
             if first < last:
                 logits = ref_logits[first - rows.start : last - rows.start]
                 layer = reference.layer
-                mm(reference.hidden[first - begin : last - begin], layer.weight.t(), logits)
+                _multiply(reference.hidden[first - begin : last - begin], layer, logits)
                 if layer.scale != self._layer.scale:  # sums scale both by the latter
                     logits.mul_(layer.scale / self._layer.scale)
 
@@ -349,6 +356,13 @@ class _Projection:
         for logits in every:
             if logits is not None:
                 logits[:, : len(columns)].masked_fill_(excluded, _EXCLUDED)
+
+
+def _multiply(hidden: Tensor, layer: OutputLayer, logits: Tensor) -> None:
+    """Write the layer's logits of the hidden states, without its scale."""
+    mm(hidden, layer.weight.t(), logits)
+    if layer.cap is not None:
+        cap_logits(logits, layer.cap)
 
 
 def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) -> list[_Span]:

@@ -224,6 +224,17 @@ def write_gradient(
     )  # fmt: skip
 
 
+def cap_logits(logits: Tensor, cap: float) -> None:
+    """Replace each logit x [tokens, vocab_shard] by cap * tanh(x / cap)."""
+    for rows in blocks(logits):
+        logits[rows].div_(cap).tanh_().mul_(cap)
+
+
+def cap_slopes(logits: Tensor, cap: float) -> Tensor:
+    """The derivative of each capped logit in what it was before; 0 below all that are."""
+    return logits.div(cap).clamp_(min=-1.0).square_().neg_().add_(1.0)
+
+
 def add_mixture(
     sums: Tensor,
     logits: Tensor,

@@ -137,8 +137,9 @@ class Activations:
         row = self.itemsize * self.spec.vocab_size / self.layout.tp
         rows = min(self._tokens, chunk_rows(int(row), self.device))
         times = 4 / self.itemsize
-        # In float32 the gradient of the logits is written over them.
-        logits = rows * row * (times + (self.itemsize < 4))
+        # In float32 the gradient of the logits is written over them. A cap has slopes.
+        capped = times * (self.spec.logits_cap is not None)
+        logits = rows * row * (times + (self.itemsize < 4) + capped)
         # Hidden states, those selected, and their gradient.
         return logits + 3 * self._states + self._table * times
 

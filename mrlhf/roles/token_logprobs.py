@@ -49,7 +49,8 @@ class TokenLogprobs:
         """The output layer of the model; on the last stage only."""
         spec = self.engine.spec
         scale = 1.0 / (self.temperature * spec.logits_divisor)
-        return OutputLayer(self.engine.output_weight, self.engine.groups.tp, spec.vocab_size, scale)
+        more = (self.engine.groups.tp, spec.vocab_size, scale, spec.logits_cap)
+        return OutputLayer(self.engine.output_weight, *more)
 
     def of_batch(
         self, packs: Sequence[Pack], shape: tuple[int, int], routing: PassRouting | None = None

@@ -47,7 +47,8 @@ class OutputShard:
                 read_model(engine.path, engine.spec, slots, needs_head=False)
 
         scale = 1.0 / (temperature * engine.spec.logits_divisor)
-        self.layer = OutputLayer(self._weight, groups.tp, vocabulary, scale)
+        more = (groups.tp, vocabulary, scale, engine.spec.logits_cap)
+        self.layer = OutputLayer(self._weight, *more)
         self.residency = Residency(
             f"{engine.name}_output",
             {"params": lambda: [self._weight]},

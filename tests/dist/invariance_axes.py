@@ -71,7 +71,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "use_distributed_optimizer": (True, False),
     "overlap_grad_reduce": (True, False),
     "overlap_param_gather": (True, False),
-    "model": MODELS,
+    "model": tuple(model for model in MODELS if model != "qwen3"),  # qwen3-moe has its attention
     "router_losses": (False, True),
     "lora": (False, True),
     "freeze": (False, True),

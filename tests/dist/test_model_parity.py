@@ -73,6 +73,7 @@ GRADIENTS: dict[str, Recompute] = {
     "phi3": "mlp",
     "granite": "full",
     "olmo3": "mlp",
+    "gemma2": "core_attn",
     "gemma3": "core_attn",
 }
 

@@ -20,6 +20,7 @@ from tests.token_loss import divergence, token_loss
 TOKENS = 9
 HIDDEN = 6
 SCALE = 1.25
+CAP = 6.0  # of the model's logits, not of the references'
 LENGTHS = [3, 6]
 OTHERS = 4  # inside the second sequence
 FREE = 5  # the token at which all could be drawn
@@ -86,7 +87,7 @@ def _shard_results(
     targets = torch.arange(TOKENS) * 5 % vocab_size
 
     hidden = _random(TOKENS, 3).requires_grad_()
-    layer = OutputLayer(whole[mine].clone().requires_grad_(), group, vocab_size, SCALE)
+    layer = OutputLayer(whole[mine].clone().requires_grad_(), group, vocab_size, SCALE, CAP)
     compared = [
         ReferenceTokens(OutputLayer(weight[mine].clone(), group, vocab_size, SCALE), states)
         for weight, states in references
@@ -121,7 +122,7 @@ def _shard_results(
 
     slow_hidden = _random(TOKENS, 3).double().requires_grad_()
     slow = whole.double().requires_grad_()
-    logits = (slow_hidden @ slow.T)[:, :vocab_size] * SCALE
+    logits = CAP * torch.tanh((slow_hidden @ slow.T)[:, :vocab_size] / CAP) * SCALE
     log_p = torch.log_softmax(logits.masked_fill(~could, -1e5), dim=-1)
     ref_logits = torch.cat([states.double() @ weight.double().T for weight, states in references])
     ref_logits = ref_logits[:, :vocab_size] * SCALE

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
@@ -107,10 +108,20 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             },
             pad_token_id=None,
         ),
+        "gemma2": Gemma2Config(
+            **sizes,
+            head_dim=16,
+            query_pre_attn_scalar=3,
+            sliding_window=7,
+            attn_logit_softcapping=0.9,
+            final_logit_softcapping=2.5,
+            pad_token_id=None,
+        ),
         "gemma3": Gemma3TextConfig(
             **sizes,
             head_dim=16,
             query_pre_attn_scalar=20,
+            final_logit_softcapping=4.0,
             sliding_window=7,
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             rope_parameters={
@@ -133,5 +144,6 @@ FEATURE_MODELS = (
     "granite",
     "olmo2",
     "olmo3",
+    "gemma2",
     "gemma3",
 )

@@ -184,7 +184,10 @@ def _outputs(module: torch.nn.Module, spec: ModelSpec, output: Tensor) -> Tensor
     if spec.head == "scalar":
         return output
     weight = unwrap_model(module).output_weight
-    return torch.nn.functional.linear(output, weight) / spec.logits_divisor
+    logits = torch.nn.functional.linear(output, weight)
+    if spec.logits_cap is not None:
+        logits = spec.logits_cap * (logits / spec.logits_cap).tanh()
+    return logits / spec.logits_divisor
 
 
 def worst_output(

@@ -275,6 +275,39 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+# As it stands in the repository of gemma-2-27b-it.
+GEMMA_2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 128,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 4608,
+    "initializer_range": 0.02,
+    "intermediate_size": 36864,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 144,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+
+
 # By the name of a repository: its `config.json`.
 FILES = {
     "DeepSeek-V3": DEEPSEEK_V3,
@@ -283,6 +316,7 @@ FILES = {
     "Qwen3.5-27B": QWEN3_5,
     "Qwen3.5-35B-A3B": QWEN3_5_MOE,
     "gpt-oss-120b": gpt_oss(36, 128),
+    "gemma-2-27b-it": GEMMA_2,
 }
 
 

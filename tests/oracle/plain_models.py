@@ -31,7 +31,7 @@ DEEP = ("olmo2", "qwen2-tied")
 MIXTURES = ("qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss")
 # With four stages, the first one trains nothing.
 FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
-MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
+MODELS = ("llama", "qwen2-tied", "gemma2", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
 
 
 # One operation after the other, as the formulas say.
@@ -101,7 +101,16 @@ def _configs(layers: int) -> dict[str, Any]:
         "qwen3": transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False),
     }
 
-    return dense | _mixtures(sizes)
+    capped = transformers.Gemma2Config(
+        **sizes,
+        head_dim=10,
+        query_pre_attn_scalar=10,
+        sliding_window=5,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0,
+        pad_token_id=None,
+    )
+    return dense | _mixtures(sizes) | {"gemma2": capped}
 
 
 def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ TYPES = {
     **dict.fromkeys(["slots"], "*i64"),
     "uniform": "*fp64",
 }
-DECODE = {"GROUP": 4, "PAGE": 64, "QUERIES": 1, "ROWS": 16, "KEYS": 64, "DIM": 128}
-PREFILL = DECODE | {"QUERIES": 16, "ROWS": 64}
+DECODE = {"GROUP": 4, "PAGE": 64, "QUERIES": 1, "ROWS": 16, "KEYS": 64, "DIM": 128, "CAP": 0.0}
+PREFILL = DECODE | {"QUERIES": 16, "ROWS": 64, "CAP": 50.0}
 FORMS: dict[str, list[dict[str, Any]]] = {
     "add_rms_norm": [{"ADDS": True, "BLOCK": 4096}, {"ADDS": False, "BLOCK": 128}],
     "rms_norm_backward": [{"EACH": 32, "BLOCK": 4096}],

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mrlhf.models import attention
 from tests.compilers import both_ways, without_compiler
 from tests.models.attention import core_attention, packed
 
@@ -127,6 +128,45 @@ def test_a_sink_joins_every_softmax_once(window):
         torch.testing.assert_close(output, wanted, atol=1e-5, rtol=1e-5)
         for gradient, other in zip(found, slopes_wanted, strict=True):
             torch.testing.assert_close(gradient, other, atol=4e-5, rtol=4e-5)
+
+
+def attend_capped_by_hand(query, keys, values, cap, window):
+    """One sequence in float64, whose queries are its last tokens."""
+    positions = torch.arange(len(keys))
+    wide = query.shape[2]
+    keys, values = (x.double().repeat_interleave(wide, dim=1) for x in (keys, values))
+    scores = torch.einsum("nhd,mhd->hnm", query.double().flatten(1, 2), keys) * 24**-0.5
+    scores = cap * torch.tanh(scores / cap)
+    ages = positions[len(keys) - len(query) :, None] - positions
+    scores[:, (ages < 0) | (ages >= (window or len(keys)))] = -torch.inf
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), values).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scores", [1, 4 * 2 * 30, 1 << 24])
+@pytest.mark.parametrize("window", [None, 6])
+def test_scores_are_capped(window, scores, dtype, monkeypatch):
+    """Of whole sequences, and of last tokens; gradients too, whatever torch does at once."""
+    monkeypatch.setattr(attention, "_SCORES", scores)
+    generator = torch.Generator().manual_seed(2)
+    layer = core_attention(4, 2, 24, window)
+    queries, seen = [1, 9, 40, 30], [1, 30, 107, 30]
+    shapes = [(sum(queries), 2, 2, 24), (sum(seen), 2, 24), (sum(seen), 2, 24)]
+    tensors = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    query, key, value = tensors
+    slopes = torch.randn(sum(queries), 4 * 24, generator=generator)
+    pack = packed(seen, queries)
+    parts = list(zip(query.split(queries), key.split(seen), value.split(seen), strict=True))
+    wanted = torch.cat([attend_capped_by_hand(*part, 0.8, window) for part in parts])
+    slopes_wanted = gradients(wanted, tensors, slopes)
+    tolerance = TOLERANCES[dtype]
+    for way in both_ways(dtype):
+        with way:
+            output = layer(query, key, value, None, pack, None, 0.8)
+            found = gradients(output, tensors, slopes)
+        torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)
+        for gradient, other in zip(found, slopes_wanted, strict=True):
+            torch.testing.assert_close(gradient, other, atol=4 * tolerance, rtol=4 * tolerance)
 
 
 def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():

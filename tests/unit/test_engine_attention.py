@@ -56,7 +56,12 @@ def _passes() -> list[StepInputs]:
 
 
 def _layer(
-    normed: bool, head_normed: bool, biased: bool, window: int | None, has_sinks: bool
+    normed: bool,
+    head_normed: bool,
+    biased: bool,
+    window: int | None,
+    has_sinks: bool,
+    cap: float | None,
 ) -> Attention:
     generator = torch.Generator().manual_seed(3)
 
@@ -78,17 +83,19 @@ def _layer(
         window=window,
         proj=linear(some(HIDDEN, KV_HEADS * PER_KV_HEAD * DIM)),
         sinks=5 * some(KV_HEADS * PER_KV_HEAD) if has_sinks else None,
+        cap=cap,
         has_gate=False,
     )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("normed", "head_normed", "biased", "window", "has_sinks"),
+    ("normed", "head_normed", "biased", "window", "has_sinks", "cap"),
     [
-        (True, True, False, None, False),
-        (True, False, True, 7, True),
-        (False, True, True, None, True),
+        (True, True, False, None, False, None),
+        (True, False, True, 7, True, None),
+        (False, True, True, None, True, None),
+        (True, False, False, 7, False, 0.4),
     ],
 )
 def test_compiled_operators_give_what_those_of_torch_give(
@@ -97,9 +104,10 @@ def test_compiled_operators_give_what_those_of_torch_give(
     biased: bool,
     window: int | None,
     has_sinks: bool,
+    cap: float | None,
     threads: int,
 ) -> None:
-    layer = _layer(normed, head_normed, biased, window, has_sinks)
+    layer = _layer(normed, head_normed, biased, window, has_sinks, cap)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -233,7 +233,17 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
         ("phi3", LONGROPE, "rope type 'longrope' is not supported: its frequencies depend on the"),
         ("granite", {"logits_scaling": 0.0}, "has logits_scaling=0; it must not be 0"),
-        ("gemma3_text", GEMMA | {"final_logit_softcapping": 30.0}, "sets final_logit_softcapping"),
+        (
+            "gemma2",
+            GEMMA | {"attn_logit_softcapping": 0.0},
+            "has attn_logit_softcapping=0.0; it mu",
+        ),
+        (
+            "gemma3_text",
+            GEMMA | {"final_logit_softcapping": -1.0},
+            "softcapping=-1.0; it must be above 0",
+        ),
+        ("gemma3_text", GEMMA | {"attn_logit_softcapping": 50.0}, "which transformers leaves out"),
         ("gemma3_text", GEMMA | {"attention_bias": True}, "sets attention_bias, which is not"),
         ("gemma3_text", GEMMA | {"hidden_activation": "relu"}, "only gelu_pytorch_tanh is"),
         ("gemma3_text", GEMMA | {"query_pre_attn_scalar": 0}, "it must be above 0"),

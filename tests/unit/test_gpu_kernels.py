@@ -284,22 +284,22 @@ def test_rotated_keys_are_stored(
 
 
 @both_dtypes
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("has_sinks", "cap"), [(False, None), (True, None), (False, 0.6)])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_to_pages(
-    launch: ModuleType, dtype: torch.dtype, has_sinks: bool, name: str
+    launch: ModuleType, dtype: torch.dtype, has_sinks: bool, cap: float | None, name: str
 ) -> None:
     case = CASES[name]
     mask = step(case).mask
     keys, values = cache(case, dtype)
     q = torch.randn(sum(case.counts), case.kv_heads, case.group, case.dim).to(dtype)
     sinks = torch.randn(case.kv_heads * case.group).to(dtype) if has_sinks else None
-    wanted = attend_gathered(q, keys, values, mask, 0.25, case.window, sinks)
+    wanted = attend_gathered(q, keys, values, mask, 0.25, case.window, sinks, cap)
 
     for splits in (1, 4) if mask.most_queries == 1 else (1,):
         found = launch.paged_attention(
             q.flatten(1, 2), keys, values, mask.block_tables, mask.query_edges, mask.lengths,
-            mask.most_queries, mask.most_keys, case.window or 0, 0.25, sinks, splits,
+            mask.most_queries, mask.most_keys, case.window or 0, 0.25, sinks, cap or 0.0, splits,
         )  # fmt: skip
         close(found.flatten(1), wanted)
 

@@ -293,7 +293,7 @@ def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
     good.mkdir()
     bad.mkdir()
     config = ppo(
-        actor__path=model_dir(good), actor__pp=5, critic__path=model_dir(bad, model_type="gemma2")
+        actor__path=model_dir(good), actor__pp=5, critic__path=model_dir(bad, model_type="gemma")
     )
     with pytest.raises(ConfigError) as caught:
         check_models(config)

@@ -180,7 +180,7 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
         assert sample.logprobs == pytest.approx(likeliest.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma2", "gemma3", "gpt-oss"])
 def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     model = hf_model(name, torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)
@@ -249,7 +249,7 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3-5"]
+    "name", ["gemma2", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3-5"]
 )
 def test_each_turn_of_a_conversation_is_that_of_transformers(name):
     """Later turns begin with all that was said; what is kept of it makes no difference."""

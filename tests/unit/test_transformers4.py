@@ -78,6 +78,7 @@ ROTATIONS: dict[str, list[dict[str, Any]]] = {
         {"sliding_attention": PLAIN, "full_attention": PLAIN},
         {"sliding_attention": PLAIN, "full_attention": YARN | {"rope_theta": 777.0}},
     ],
+    "gemma2": [PLAIN, LINEAR],
     "gemma3": [
         {"sliding_attention": PLAIN | {"rope_theta": 99.0}, "full_attention": PLAIN},
         {"sliding_attention": PLAIN, "full_attention": LLAMA3},

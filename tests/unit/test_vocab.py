@@ -29,13 +29,22 @@ def _random(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (1.4 * numbers).to(dtype)
 
 
-def _layer(seed: int, padded: int, scale: float, dtype: torch.dtype = torch.float32) -> OutputLayer:
+def _layer(
+    seed: int,
+    padded: int,
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+    cap: float | None = None,
+) -> OutputLayer:
     weight = _random(padded, seed, dtype).requires_grad_()
-    return OutputLayer(weight, None, VOCABULARY, scale)
+    return OutputLayer(weight, None, VOCABULARY, scale, cap)
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    return torch.log_softmax((hidden @ weight.T)[:, :VOCABULARY] * scale, dim=-1)
+def _log_softmax(hidden: Tensor, weight: Tensor, scale: float, cap: float | None = None) -> Tensor:
+    logits = (hidden @ weight.T)[:, :VOCABULARY]
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return torch.log_softmax(logits * scale, dim=-1)
 
 
 def _weighted(part: LossPart, numbers: TokenNumbers) -> Tensor:
@@ -92,16 +101,16 @@ def test_two_tokens_by_hand() -> None:
     ids=["one", "less than a sequence", "some", "all"],
 )
 @pytest.mark.parametrize(
-    ("padded", "scale", "beta", "apart"),
+    ("padded", "scale", "beta", "apart", "caps"),
     [
-        (VOCABULARY, 1.0, 1.0, {}),
-        (40, 1.6, 1.0, {}),
-        (40, 1.6, 0.0, {}),
-        (40, 1.6, 0.3, {}),
-        (40, 1.6, 1.0, {"top_k": 5, "sharpness": 0.7}),
-        (40, 1.6, 0.0, {"top_k": 5}),
-        (40, 1.6, 0.3, {"top_k": 50, "sharpness": 1.3}),
-        (40, 1.6, 0.3, {"sharpness": 0.7}),
+        (VOCABULARY, 1.0, 1.0, {}, (None, None)),
+        (40, 1.6, 1.0, {}, (None, None)),
+        (40, 1.6, 0.0, {}, (5.0, None)),
+        (40, 1.6, 0.3, {}, (5.0, 3.0)),
+        (40, 1.6, 1.0, {"top_k": 5, "sharpness": 0.7}, (5.0, 5.0)),
+        (40, 1.6, 0.0, {"top_k": 5}, (None, None)),
+        (40, 1.6, 0.3, {"top_k": 50, "sharpness": 1.3}, (None, 3.0)),
+        (40, 1.6, 0.3, {"sharpness": 0.7}, (None, None)),
     ],
 )
 def test_numbers_and_gradients_equal_float64(
@@ -114,11 +123,13 @@ def test_numbers_and_gradients_equal_float64(
     scale: float,
     beta: float,
     apart: dict[str, Any],
+    caps: tuple[float | None, float | None],
     by_token: bool,
 ) -> None:
+    """`caps` are those of the policy and of the first reference."""
     _small_chunks(monkeypatch, rows, block)
-    layer = _layer(1, padded, scale)
-    reference = _layer(2, padded, scale)
+    layer = _layer(1, padded, scale, cap=caps[0])
+    reference = _layer(2, padded, scale, cap=caps[1])
     hidden = _random(TOKENS, 3).requires_grad_()
     # The last tokens have another reference, with states of another size and a scale of its own.
     larger = OutputLayer(torch.cat([_random(padded, 5)] * 2, dim=1), None, VOCABULARY, scale / 3)
@@ -144,10 +155,11 @@ def test_numbers_and_gradients_equal_float64(
 
     slow_hidden = hidden.detach().double().requires_grad_()
     slow_weight = layer.weight.detach().double().requires_grad_()
-    log_p = _log_softmax(slow_hidden, slow_weight, scale)
+    log_p = _log_softmax(slow_hidden, slow_weight, scale, caps[0])
+    ref_weight = reference.weight.detach().double()
     log_q = torch.cat(
         [
-            _log_softmax(ref_hidden[:8].double(), reference.weight.detach().double(), scale),
+            _log_softmax(ref_hidden[:8].double(), ref_weight, scale, caps[1]),
             _log_softmax(larger_hidden.double(), larger.weight.double(), scale / 3),
         ]
     )

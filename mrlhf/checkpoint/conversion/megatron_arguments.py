@@ -154,6 +154,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         )
         != (1.0, 1.0, None, 1.0),
         "attention sinks": spec.has_sinks,
+        "caps of attention or logits": (spec.attention_cap, spec.logits_cap) != (None, None),
         "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
         "q, k and v in one tensor": spec.fused_tensors,
         "layers that do not rotate": None in spec.ropes,

@@ -33,6 +33,7 @@ class Attention:
     window: int | None  # how many tokens a token sees, itself included; None for all
     proj: Linear  # the output projection, without its bias
     sinks: Tensor | None  # [heads], of this rank
+    cap: float | None  # of the products, see `attend`
     has_gate: bool  # whether `qkv` gives after each q head a gate of its output
 
     def __call__(
@@ -52,8 +53,9 @@ class Attention:
 
         q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
         context = attend(
-            q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks
-        )
+            q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks,
+            cap=self.cap,
+        )  # fmt: skip
         return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:

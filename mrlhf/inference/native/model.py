@@ -26,6 +26,7 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import DeltaNet, Latent, ModelSpec
+from mrlhf.parallel.vocab_sums import cap_logits
 
 AnyAttention = Attention | LatentAttention | DeltaLayer
 
@@ -63,6 +64,7 @@ class Decoder:
         self._eps = spec.norm_eps
         self._embedding_multiplier = spec.embedding_scale(dtype)
         self._residual_multiplier = spec.residual_multiplier
+        self._logits_cap = spec.logits_cap
         self._logits_divisor = spec.logits_divisor
 
         self._embedding = parameters[_EMBEDDING].to(dtype)
@@ -122,6 +124,8 @@ class Decoder:
             hidden = hidden[inputs.last]
             delta = delta[inputs.last]
         logits = self._output(add_norm(hidden, delta, self._final_norm, self._eps))
+        if self._logits_cap is not None:
+            cap_logits(logits, self._logits_cap)
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
         if logits.shape[1] == self._vocab_rows:
@@ -201,6 +205,7 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
         window=spec.windows[weights.number],
         proj=weights.linear(own + "linear_proj.weight"),
         sinks=weights.tensor(own + "sinks") if spec.has_sinks else None,
+        cap=spec.attention_cap,
         has_gate=spec.output_gate,
     )
 

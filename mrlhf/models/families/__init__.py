@@ -20,6 +20,7 @@ from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families.base import Chunk, Family
 from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3
+from mrlhf.models.families.gemma2 import GEMMA2
 from mrlhf.models.families.gemma3 import GEMMA3
 from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -62,8 +63,8 @@ __all__ = [
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
-        *(QWEN2, QWEN3, QWEN3_5, SEED_OSS, SMOLLM3),
+        *(GEMMA2, GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3),
+        *(PHI3, QWEN2, QWEN3, QWEN3_5, SEED_OSS, SMOLLM3),
         *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
         *(MIXTRAL, QWEN2_MOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
