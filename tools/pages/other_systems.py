@@ -42,16 +42,16 @@ _OTHERS = """\
 
 [The command](coming_from_verl.md) is that for verl. TRL's batch sizes are completions of a device,
 so give the ranks that you had as `--world-size`, unless the script's launcher names them. SFT, DPO,
-reward models, GRPO (GSPO, CISPO and SAPO too), RLOO and PPO are read; KTO, ORPO, online DPO and
-other trainers are refused, and `--program` overrules that. TRL's RLOO weighs whole sequences by
-their ratio; here tokens are. Its reward models take a column `margin` if there is one; here
-`rm.margin_column` must name it. A reward function has another signature: `f(data_source,
+reward models, GRPO (GSPO, CISPO and SAPO too), RLOO, PPO, distillation and GKD are read; KTO, ORPO,
+online DPO and other trainers are refused, and `--program` overrules that. TRL's RLOO weighs whole
+sequences by their ratio; here tokens are. Its reward models take a column `margin` if there is one;
+here `rm.margin_column` must name it. A reward function has another signature: `f(data_source,
 solution_str, ground_truth, extra_info)` scores one response. `{role}` is `actor` in PPO and GRPO,
 else `model`; `{optim}` is its optimizer.
 
-By hand from `DistillationTrainer`: `teacher_model_name_or_path` → `teacher.path`; `beta` →
-`algorithm.distillation.kl`, 0 `forward`, 1 `reverse`, else `jsd` with this `beta`. Its loss is
-`algorithm.preset: flash_reinforce`, `actor.loss_agg_mode: token-mean` and rewards of weight 0.
+Distillation becomes `algorithm.preset: flash_reinforce` with `actor.loss_agg_mode: token-mean` and
+without terms of the reward. GKD's rows of messages are to be split: prompts stand in `prompt`, and
+the responses of the share that is not drawn in `response`.
 """
 
 
