@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(f"wrote {options.out}: {source.program} from {source.system}")
             show("".join(f"# first: {note}\n" for note in result.notes))
 
-        show("\n".join(_missing(result)))
-        show(verdict)
+        remarks = "\n".join([*_missing(result), verdict])
+        # What is printed is YAML as a whole.
+        show(remarks if options.out else textwrap.indent(remarks, "# "))
         return 0 if runs else 1
 
     return end_command(translate_it, options.out or options.source)

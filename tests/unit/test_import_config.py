@@ -119,8 +119,9 @@ def test_the_dry_run_names_what_does_not_fit(
     script.write_text(VERL.replace("ROOT", str(task)).replace("TP:-2", "TP:-3"))
     assert import_config.main([str(script)]) == 1
     said = capsys.readouterr().out
-    assert "it does not run on 8 ranks as it is:\nactor: world size 8" in said
+    assert "# it does not run on 8 ranks as it is:\n# actor: world size 8" in said
     assert said.startswith("seed: 42")
+    assert yaml.safe_load(said)["seed"] == 42  # remarks are comments
 
 
 def test_every_key_of_verls_examples_is_known() -> None:
@@ -299,7 +300,7 @@ def test_sft_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     assert import_config.main([str(file)]) == 1  # the output directory is still to be named
     said = capsys.readouterr().out
-    assert "not in the table of names:\n    data.unheard_of" in said
+    assert "not in the table of names:\n#     data.unheard_of" in said
 
 
 def test_own_rewards_have_the_names_of_their_system(tmp_path: Path) -> None:
