@@ -291,9 +291,6 @@ class AlgorithmSection(Section):
         "{actor.policy_loss.loss_mode} is defined for one advantage a response, but "
         "{adv_estimator}{reason} gives one a token; use another estimator, such as grpo, or "
         "another loss": _differing_tokens,
-        "{rollout.top_k}, {rollout.top_p}: training needs the tokens that could be drawn, which "
-        "{rollout.engine} does not record; set rollout.engine to native, or rollout.top_k=-1 "
-        "rollout.top_p=1.0": lambda self, rollout: rollout.truncates and not rollout.records,
         "{adv_estimator} makes one step on the pairs that the policy has drawn; set "
         "algorithm.preset=online_dpo, {actor.ppo_mini_batch_size} to {=data.train_batch_size} and "
         "{actor.ppo_epochs} to 1, without rollout_correction": _is_no_dpo,

@@ -151,10 +151,13 @@ class RolloutSection(Section):
     """divisor of the logits, in the engine and in training"""
     top_k: Annotated[int, Field(ge=-1, le=MOST)] = -1
     """sample from the k most probable tokens; -1: off. Training then compares probabilities among
-    the tokens that could be drawn; not with vllm"""
+    the tokens that could be drawn"""
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     """sample from the most probable tokens that together have this probability; 1: off. As with
     top_k"""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """sample from the tokens with at least this share of the most probable one's probability; 0:
+    off. As with top_k"""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 256
     """most sequences decoded at once in one replica"""
     max_prefill_tokens: Tokens = 8192
@@ -267,10 +270,10 @@ class RolloutSection(Section):
 
     @property
     def records(self) -> bool:
-        """Whether the engine records which tokens could be drawn, and the experts of a mixture."""
+        """Whether the engine records the experts of a mixture."""
         return self.engine == "native"
 
     @property
     def truncates(self) -> bool:
         """Whether tokens are sampled from only a part of the distribution."""
-        return self.top_k != -1 or self.top_p < 1.0
+        return self.top_k != -1 or self.top_p < 1.0 or self.min_p > 0.0

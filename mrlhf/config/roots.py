@@ -338,7 +338,8 @@ class PPOConfig(Root):
         assert model is not None
         keys: dict[str, dict[str, Any]] = {
             "rollout": {"engine": "native", "tp": model.tp, "ep": None, "environment": []}
-            | {"n": self.judge.n, "temperature": self.judge.temperature, "top_k": -1, "top_p": 1.0}
+            | {"n": self.judge.n, "temperature": self.judge.temperature}
+            | {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
             | {"stop": [], "stop_token_ids": [], "tools": []},
             "data": {"tokenizer": model.path, "chat_template": None}
             | {"max_prompt_length": model.max_prompt_tokens}

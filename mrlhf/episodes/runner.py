@@ -139,6 +139,7 @@ class EpisodeRunner(TaskRunner[OpenEpisode]):
             "temperature": self._sampling.temperature,
             "top_p": self._sampling.top_p,
             "top_k": self._sampling.top_k,
+            "min_p": self._sampling.min_p,
             "max_tokens": self._limits.max_length,
             "max_turns": self._limits.max_turns,
         }

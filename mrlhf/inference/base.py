@@ -32,6 +32,8 @@ class SamplingParams:
         temperature: logits are divided by this; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens and those that tie with the k-th; -1 is off.
         top_p: draw from the fewest likeliest tokens that together have this probability; 1 is off.
+        min_p: draw from tokens with at least this share of the likeliest one's probability; 0 is
+            off.
         max_tokens: length of the longest response, in tokens.
         stop_token_ids: a response ends after any of these; the stop token is part of it.
         stop: a response ends after the token with which its text first contains any of these
@@ -41,14 +43,15 @@ class SamplingParams:
             step into the seed.
         record_experts: whether samples record the experts of their tokens; only the native engine
             does so, for models with mixtures.
-        record_masks: whether samples record which tokens top_k and top_p let through; only the
-            native engine does so. Log-probabilities are then over these.
+        record_masks: whether samples record which tokens top_k, top_p and min_p let through.
+            Log-probabilities are then over these.
     """
 
     n: int = 1
     temperature: float
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -59,7 +62,7 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from only a part of the distribution."""
-        return self.top_k != -1 or self.top_p < 1
+        return self.top_k != -1 or self.top_p < 1 or self.min_p > 0
 
     def without_records(self) -> SamplingParams:
         """The same, where nothing is recorded that only training needs."""
@@ -67,7 +70,8 @@ class SamplingParams:
 
     def greedy(self) -> SamplingParams:
         """One response of the likeliest tokens, which ends as these do."""
-        return replace(self.without_records(), n=1, temperature=0.0, top_k=-1, top_p=1.0)
+        whole = replace(self.without_records(), top_k=-1, top_p=1.0, min_p=0.0)
+        return replace(whole, n=1, temperature=0.0)
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
@@ -84,6 +88,8 @@ class SamplingParams:
         assert self.truncates or not self.record_masks, "there is nothing to record"
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p} must be above 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p {self.min_p} must be from 0 (off) to 1")
 
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed {self.seed} must be from 0 to 2**63 - 1")
@@ -98,7 +104,8 @@ class Request:
     """One prompt, and the samples to draw for it.
 
     The requests that are in flight together share how a token is drawn and what ends a response:
-    temperature, top_k, top_p, stop_token_ids and stop. Each may have its own max_tokens and seed.
+    temperature, top_k, top_p, min_p, stop_token_ids and stop. Each may have its own max_tokens and
+    seed.
 
     Attributes:
         id: the caller's number or tuple for the request, which its samples carry; unique among the
@@ -168,7 +175,7 @@ class Sample:
         sample_index: which of the request's samples it is.
         token_ids: the response, stop token included.
         logprobs: the log-probability of each token, at the sampling temperature (1 if greedy), over
-            the whole vocabulary: before top-k and top-p, and with the tokens that the engine never
+            the whole vocabulary: before any is cut off, and with the tokens that the engine never
             draws. With `masks` it is over the tokens that could be drawn.
         stopped: whether a stop token or stop string ended it; otherwise the length limit did.
         version: the version of the weights that drew it.

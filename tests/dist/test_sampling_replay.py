@@ -25,7 +25,7 @@ from tests.oracle import plain_models
 VOCABULARY = plain_models.SIZES["vocab_size"]
 P = ["rollout.top_p=0.7"]
 K = ["rollout.top_k=2"]  # fewer words than a bit for each token takes
-BOTH = ["rollout.top_p=0.9", "rollout.top_k=20"]
+BOTH = ["rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.05"]
 
 P_DEEP = Scenario("p, tp2 pp2", [*P, *TP2_PP2, "rollout.tp=2"])
 P_WIDE = Scenario("p, dp4", [*P, *DP4])

@@ -83,12 +83,12 @@ def test_no_case_is_there_twice() -> None:
 
 
 def test_several_mistakes_are_all_told() -> None:
-    changes = "rollout.top_p=0.5; rollout.engine=vllm; rollout.tp=3; trainer.test_freq=1"
+    changes = "algorithm.lam_length_alpha=0.001; rollout.tp=3; trainer.test_freq=1"
     said = said_of("PPOConfig", 6, changes)
     assert [line.split()[0] for line in said.splitlines()] == [
         "actor:",
         "rollout.tp",
-        "rollout.top_k",
+        "algorithm.lam_length_alpha",
         "trainer.test_freq",
     ]
 

@@ -6,7 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
@@ -157,24 +161,32 @@ def test_frequencies_fit_the_softmax(temperature):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (20, 0.5), (1, 1.0), (-1, 0.01), (900, 1.0)]
+    ("top_k", "top_p", "min_p"),
+    [
+        *((5, 1.0, 0.0), (-1, 0.7, 0.0), (20, 0.5, 0.0), (1, 1.0, 0.0), (-1, 0.01, 0.0)),
+        *((900, 1.0, 0.0), (-1, 1.0, 0.05), (-1, 1.0, 1.0), (40, 0.9, 0.1)),
+    ],
 )
-def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
+def test_truncation_keeps_what_transformers_keeps(top_k, top_p, min_p):
     logits = torch.randn(32, 400, generator=torch.Generator().manual_seed(1)) * 2
     warped = logits
     if top_k > 0:
         warped = TopKLogitsWarper(top_k)(None, warped)
     if top_p < 1:
         warped = TopPLogitsWarper(top_p)(None, warped)
-    kept = truncate((logits - logits.amax(dim=-1, keepdim=True)).exp(), top_k, top_p) > 0
+    if min_p > 0:
+        warped = MinPLogitsWarper(min_p)(None, warped)
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+    kept = truncate(weights, top_k, top_p, min_p) > 0
+    assert 0 < kept.sum() <= kept.numel()
     assert torch.equal(kept, warped > -torch.inf)
 
 
 def test_ties_are_kept_by_top_k_and_broken_by_token_id_in_top_p():
     weights = torch.tensor([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0]])
-    assert (truncate(weights, 3, 1.0)[0] > 0).tolist() == [False, True, True, True, True, True]
+    assert (truncate(weights, 3, 1.0, 0.0)[0] > 0).int().tolist() == [0, 1, 1, 1, 1, 1]
     # 3, 3, 2 reach 8/13 < 0.7, the second 2 in order of id takes it to 10/13.
-    assert (truncate(weights, -1, 0.7)[0] > 0).tolist() == [False, True, True, True, True, False]
+    assert (truncate(weights, -1, 0.7, 0.0)[0] > 0).int().tolist() == [0, 1, 1, 1, 1, 0]
 
 
 def test_logprobs_are_of_the_whole_distribution_at_the_temperature():

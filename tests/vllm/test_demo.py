@@ -141,6 +141,7 @@ def test_vllm_draws_episodes_that_agree_with_training(start: Path) -> None:
         f"data.chat_template={start}/chat.jinja",
         "data.max_response_length=40",
         "rollout.max_turn_tokens=6",
+        *("rollout.top_p=0.9", "rollout.min_p=0.01"),
         "reward.terms=[{name: environment}, {name: exact_match}]",
     )
     for record in records[-2:]:

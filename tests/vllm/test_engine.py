@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from benchmarks.engine_loop import generate, requests_for
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import CPU_HEAD_SIZES
+from mrlhf.records import bit_words
 from tests.models.engines import answer, fill, spec_of
 from tests.oracle.plain_draws import worst_draw
 from tests.ranks import run_ranks
@@ -99,11 +102,38 @@ def _samples_as_asked(engine: VllmEngine, model: Any) -> None:
         if "top_k" in changes:
             assert _are_among_the_likeliest(model, samples, 4)
 
+    _records_what_could_be_drawn(engine, model, finished.samples)
     stats = finished.stats
     assert stats.generated_tokens == 18 * 8 and stats.prompt_tokens == 3 * sum(map(len, PROMPTS))
     assert (
         stats.steps >= 24 and stats.cache_bytes >= stats.peak_cache_bytes > 0
     )  # 18 samples, 8 at once
+
+
+def _records_what_could_be_drawn(engine: VllmEngine, model: Any, same: list[Sample]) -> None:
+    """Log-probs are then over the tokens that transformers would leave too."""
+    cut = {"top_k": 4, "top_p": 0.9}
+    sampling = SamplingParams(n=3, max_tokens=8, seed=1, temperature=0.6, record_masks=True, **cut)
+    samples = generate(engine, requests_for(PROMPTS, UIDS, sampling)).samples
+    assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in same]
+    equal = 0
+    for sample in samples:
+        prompt = PROMPTS[sample.request_id]
+        ids = torch.tensor([[*prompt, *sample.token_ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / 0.6
+        warped = TopPLogitsWarper(0.9)(None, TopKLogitsWarper(4)(None, logits))
+        assert sample.masks is not None
+        words = np.split(np.array(sample.masks.words), np.cumsum(sample.masks.counts)[:-1])
+        for place, kept in enumerate(words):
+            assert len(kept) < bit_words(VOCABULARY)  # so they are token ids
+            over_kept = logits[place, kept].log_softmax(-1)
+            drawn = kept.tolist().index(sample.token_ids[place])
+            assert abs(float(over_kept[drawn]) - sample.logprobs[place]) < 1e-4
+            equal += set(kept.tolist()) == set(
+                (warped[place] > -torch.inf).nonzero()[:, 0].tolist()
+            )
+    assert equal >= 0.97 * len(samples) * 8  # rounding may decide at an edge
 
 
 def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> bool:

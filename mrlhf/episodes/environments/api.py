@@ -54,6 +54,7 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     max_tokens: int  # of prompt and response of a trajectory together
     max_turns: int  # of all trajectories of an episode
 

@@ -73,7 +73,8 @@ class DecodeGraphs:
         """
         batch = len(arrays.tokens)
         size = next(size for size in self._sizes if size >= batch)
-        key = (size, sampling.temperature, sampling.top_k, sampling.top_p, sampling.record_masks)
+        cut = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.record_masks)
+        key = (size, sampling.temperature, *cut)
         places = np.arange(self._most, self._most + size)  # of the arrays' tokens, which come first
         places[:batch][origins >= 0] = origins[origins >= 0]
         padded = self._padded(arrays, size)

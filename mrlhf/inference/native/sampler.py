@@ -81,12 +81,12 @@ class TokenSampler:
                 are overwritten.
             vocab_start: the token id of the first column.
             uniform: the numbers that pick, in [0, 1), float64 [batch]; not used if greedy.
-            sampling: its temperature, top_k and top_p are used.
+            sampling: its temperature, top_k, top_p and min_p are used.
 
         Returns:
             The tokens, int64 [batch], and their log-probabilities over the whole vocabulary at the
-            temperature, float32 [batch]. With `record_masks` they are over the tokens that top-k
-            and top-p let through, and the third result has a bit for each of these; see `as_bits`.
+            temperature, float32 [batch]. With `record_masks` they are over the tokens that are let
+            through, and the third result has a bit for each of these; see `as_bits`.
         """
         if not len(self._never):
             return self._draw_any(logits, vocab_start, uniform, sampling)
@@ -152,7 +152,7 @@ class TokenSampler:
     def _draw_rows(
         self, logits: Tensor, uniform: Tensor, vocab_start: int, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """Draw as `draw` does, among all tokens, without top-k and top-p.
+        """Draw as `draw` does, among all tokens, of which none is cut off.
 
         The ranks tell each other how much weight each block of their columns has. So all find the
         block that has a row's token, and the rank of the block finds the token in it.
@@ -269,11 +269,11 @@ draw = operator(
 def sample_truncated(
     logits: Tensor, uniform: Tensor, sampling: SamplingParams
 ) -> tuple[Tensor, ...]:
-    """Draw as `TokenSampler.draw`, with top-k and top-p, from all logits [batch, vocab]."""
+    """Draw as `TokenSampler.draw`, with tokens cut off, from all logits [batch, vocab]."""
     scaled = logits.float() / sampling.temperature
     shifted = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = shifted.exp()
-    kept = truncate(weights, sampling.top_k, sampling.top_p)
+    kept = truncate(weights, sampling.top_k, sampling.top_p, sampling.min_p)
     tokens = invert(kept, uniform)
     chosen = shifted.gather(-1, tokens[:, None])[:, 0]
     if not sampling.record_masks:
@@ -281,8 +281,9 @@ def sample_truncated(
     return tokens, chosen - kept.sum(dim=-1).log(), as_bits(kept > 0)
 
 
-def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set weights [batch, vocab] to zero outside top-k, then outside top-p of what is left.
+def truncate(weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Set weights [batch, vocab] to zero outside top-k, then outside top-p of what is left, then
+    those below `min_p` of the highest.
 
     A token stays in top-p if the tokens before it have less than `top_p` together. The tokens
     before it are likelier, or as likely with a lower id.
@@ -296,6 +297,9 @@ def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
         dropped = cumulative - ordered >= top_p * cumulative[:, -1:]
         dropped[:, 0] = False
         weights = weights.masked_fill(dropped.scatter(-1, ids, dropped), 0.0)
+    if min_p > 0:
+        least = min_p * weights.amax(dim=-1, keepdim=True)
+        weights = weights.masked_fill(weights < least, 0.0)
     return weights
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mrlhf.device import send
-from mrlhf.inference.base import Request, SamplingParams
+from mrlhf.inference.base import MaskWords, Request, SamplingParams
 from mrlhf.inference.native.sampler import TokenSampler, sample_keys, uniforms
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.records import as_words
 
 
 def draw_arguments(request: Request) -> list[dict[str, int]]:
@@ -39,6 +41,8 @@ class Draws:
         self._sampler = TokenSampler(TensorParallel(None), never)  # all ranks have all columns
         self.sampling: SamplingParams | None = None
         """That of all requests in flight; set before the first of them is submitted."""
+        # Which tokens could be drawn, by the name of a request and the place in its response.
+        self._masks: dict[str, dict[int, NDArray[np.int32]]] = {}
 
     def __call__(self, logits: Tensor, sampling_metadata: Any) -> Any:
         """Return vLLM's `SamplerOutput`: a token and its log-prob for each row, [batch, 1].
@@ -55,11 +59,28 @@ class Draws:
         keys = np.array([arguments["key"] for arguments in given], dtype=np.uint64)
         places = np.array([arguments["drawn"] for arguments in given], dtype=np.int64)
         rows = slice(len(logits))
-        places += batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
+        own_places = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
+        places += own_places
 
         uniform = send(torch.from_numpy(uniforms(keys, places)), logits.device)
         # vLLM has cut off the padding of the vocabulary, which leaves gaps between the rows.
-        tokens, logprobs = self._sampler.draw(logits.contiguous(), 0, uniform, self.sampling)
+        drawn = self._sampler.draw(logits.contiguous(), 0, uniform, self.sampling)
+        tokens, logprobs, *bits = drawn
+        for words in bits:
+            listed = as_words(words.cpu().numpy())
+            for name, place, own in zip(batch.req_ids, own_places.tolist(), listed, strict=True):
+                self._masks.setdefault(name, {})[place] = own  # a place may be drawn again
         column = tokens.int()[:, None]
         ranks = torch.zeros_like(tokens)  # among the logits, which nobody reads
         return SamplerOutput(column, LogprobsTensors(column, logprobs[:, None], ranks))
+
+    def take_masks(self, name: str, tokens: int) -> MaskWords | None:
+        """Forget what could be drawn in a response, and return it for so many tokens, if known."""
+        places = self._masks.pop(name, None)
+        if places is None:
+            return None
+        masks = MaskWords.none(0)
+        for place in range(tokens):
+            masks.words.frombytes(places[place].tobytes())
+            masks.counts.append(len(places[place]))
+        return masks

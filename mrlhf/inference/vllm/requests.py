@@ -16,6 +16,7 @@ from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
     EngineStats,
     Finished,
+    MaskWords,
     Request,
     Sample,
     SamplingParams,
@@ -174,13 +175,16 @@ class Requests:
         if not output.finished:
             self._engine.abort_request([output.request_id])
         del self._running[output.request_id]
-        self._in_flight.finish([_sample(running, answer, end)])
+        length = len(answer.token_ids) if end is None else end
+        masks = self._draws.take_masks(output.request_id, length)
+        self._in_flight.finish([_sample(running, answer, end, masks)])
         self._cached_tokens += output.num_cached_tokens or 0
 
     def _abort(self, names: list[str]) -> None:
         """Let vLLM forget these running samples."""
         for name in names:
             del self._running[name]
+            self._draws.take_masks(name, 0)
         self._engine.abort_request(names)
 
 
@@ -232,7 +236,7 @@ def _request_params(sampling: SamplingParams, arguments: dict[str, int]) -> Any:
     )
 
 
-def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
+def _sample(running: _Running, answer: Any, end: int | None, masks: MaskWords | None) -> Sample:
     """Return the sample in vLLM's `answer`, cut after `end` tokens.
 
     Raises:
@@ -253,4 +257,5 @@ def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
         logprobs=logprobs,
         stopped=end is not None or answer.finish_reason == "stop",
         version=running.version,
+        masks=masks,
     )

@@ -53,6 +53,7 @@ _FIXED = (
     "rollout.temperature",
     "rollout.top_k",
     "rollout.top_p",
+    "rollout.min_p",
     "rollout.stop",
     "rollout.stop_token_ids",
     "rollout.max_turns",

@@ -164,6 +164,7 @@ def training_sampling(config: PPOConfig, endings: Endings, actor: ModelEngine) -
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
+        min_p=rollout.min_p,
         max_tokens=config.data.max_response_length,
         stop_token_ids=endings.token_ids,
         stop=endings.strings,
