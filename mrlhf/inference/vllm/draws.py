@@ -21,8 +21,11 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.records import as_words
 
 
-def draw_arguments(request: Request) -> list[dict[str, int]]:
-    """Return the `extra_args` of each sample's vLLM request, which `Draws` reads."""
+def draw_arguments(request: Request) -> list[dict[str, Any]]:
+    """Return the `extra_args` of each sample's vLLM request, which `Draws` reads.
+
+    The caller adds `name`, since vLLM gives requests other names than theirs.
+    """
     keys = sample_keys([request.sampling.seed], [request.uid], [request.samples])
     return [{"key": key, "drawn": request.drawn} for key in keys.tolist()]
 
@@ -68,8 +71,9 @@ class Draws:
         tokens, logprobs, *bits = drawn
         for words in bits:
             listed = as_words(words.cpu().numpy())
-            for name, place, own in zip(batch.req_ids, own_places.tolist(), listed, strict=True):
-                self._masks.setdefault(name, {})[place] = own  # a place may be drawn again
+            for arguments, place, own in zip(given, own_places.tolist(), listed, strict=True):
+                # A place may be drawn again.
+                self._masks.setdefault(arguments["name"], {})[place] = own
         column = tokens.int()[:, None]
         ranks = torch.zeros_like(tokens)  # among the logits, which nobody reads
         return SamplerOutput(column, LogprobsTensors(column, logprobs[:, None], ranks))

@@ -155,8 +155,8 @@ class Requests:
     def _add_samples(self, request: Request, version: int) -> None:
         sampling = request.sampling
         for index, arguments in zip(request.samples, draw_arguments(request), strict=True):
-            params = _request_params(sampling, arguments)
             name = str(next(self._names))
+            params = _request_params(sampling, arguments | {"name": name})
             search = None
             if sampling.stop:
                 assert self._decode is not None
@@ -219,7 +219,7 @@ def _count(scheduler: Any) -> _SchedulerWork:
     return counts
 
 
-def _request_params(sampling: SamplingParams, arguments: dict[str, int]) -> Any:
+def _request_params(sampling: SamplingParams, arguments: dict[str, Any]) -> Any:
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
