@@ -108,7 +108,7 @@ def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
     assert all(0 < value < 1 for value in _validation(vllm[0]).values())
 
     # Two ranks a replica, of consecutive ranks and in no model-parallel group of the actor.
-    across = _ppo(start, "vllm", "rollout.tp=2", "actor.tp=1", "actor.pp=2")
+    across = _ppo(start, "vllm", "rollout.tp=2", "rollout.top_p=0.9", "actor.tp=1", "actor.pp=2")
     assert _validation(across[0]) == _validation(vllm[0])
     for records in (vllm, across):
         assert [record["step"] for record in records] == [0, 1, 2]
