@@ -18,7 +18,14 @@ from mrlhf.episodes.environments.protocol import Answer, EnvironmentReference, O
 from tests.pages import ROOT
 
 ADAPTERS = ROOT / "configs/recipes/turns/adapters"
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "max_turns": 4}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "max_tokens": 50,
+    "max_turns": 4,
+}
 LONGEST_S = 60.0  # of an episode
 Turn = str | dict[str, Any]  # a text, or what else the trainer answers
 Handler = Callable[[str, str, Any], Any]  # of session, path and body; None: nothing is there

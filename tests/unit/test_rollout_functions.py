@@ -124,7 +124,14 @@ async def pays_too_often(engine, row, sampling):
 async def forgets_to_await(engine, row, sampling):
     return engine.generate([1])
 '''
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 50, "max_turns": 4}
+SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "max_tokens": 50,
+    "max_turns": 4,
+}
 
 
 @pytest.fixture(scope="module")
