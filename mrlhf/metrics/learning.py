@@ -61,8 +61,7 @@ POLICY = Chapter(
            "tokens under the dual clip", verl=SAME),
     Metric("actor/distillation_kl", "mean", "mini-batches", _NATS,
            "`teacher`: divergence from the teacher, aggregated as the loss; with "
-           "`algorithm.distillation.mode` reward the mean of log(policy / teacher)",
-           label="kl to teacher", curve=True),
+           "`algorithm.distillation.mode` reward the mean of log(policy / teacher)"),
     Metric("actor/distillation_kl/<teacher>", "mean", "tokens", _NATS,
            "`teacher.several`: the same of the rows of one teacher; missing in a step without any"),
     Metric("actor/positive_lm_loss", "mean", "mini-batches", _NATS,
