@@ -68,16 +68,16 @@ def main() -> None:
 
 def rows(sweep: Sweep, device: str) -> Iterator[dict[str, Any]]:
     """What each choice reads in a second; one that a GPU has no room for says so."""
-    from mrlhf.gpu import kernels
+    from mrlhf.gpu import attention_kernels
 
-    real = kernels.paged_attention
+    real = attention_kernels.paged_attention
     choices = itertools.product(sweep.keys, sweep.warps, sweep.stages)
     named = [dict(zip(("KEYS", "num_warps", "num_stages"), c, strict=True)) for c in choices]
     for sequences, context in itertools.product(sweep.sequences, sweep.contexts):
         call, read = _case(sweep, sequences, context, device)
         for choice in [{}, *named]:
             about = {"sequences": sequences, "context": context, **(choice or {"as it is": True})}
-            with mock.patch.object(kernels, "paged_attention", _Chosen(real, choice)):
+            with mock.patch.object(attention_kernels, "paged_attention", _Chosen(real, choice)):
                 try:
                     seconds = _seconds(call, sweep.calls, device)
                 except Exception as error:  # of Triton, whose name differs from version to version

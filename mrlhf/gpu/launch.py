@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mrlhf.gpu import delta_kernels, kernels
+from mrlhf.gpu import attention_kernels, delta_kernels, kernels
 
 _LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
@@ -205,14 +205,14 @@ def paged_attention(
     sums, tops = torch.empty(2, several, tokens, heads, dtype=torch.float32, device=q.device)
     rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * group))
 
-    kernels.paged_attention[(blocks, kv_heads, splits)](
+    attention_kernels.paged_attention[(blocks, kv_heads, splits)](
         q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
         sequences, kv_heads, dim, tables.stride(0), scale, window,
         GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tile_keys, DIM=lanes,
         CAP=cap, num_warps=4, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        kernels.join_splits[(tokens * heads,)](
+        attention_kernels.join_splits[(tokens * heads,)](
             parts, sums, tops, sinks, out, tokens * heads, splits, heads, dim,
             DIM=lanes, num_warps=1,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.engine_loop import requests_for
-from mrlhf.gpu import delta_kernels, kernels, launch
+from mrlhf.gpu import launch
 from mrlhf.inference.base import SamplingParams
 from mrlhf.models.spec import ModelSpec
 from tests.device import measures
@@ -56,14 +56,16 @@ class Kernel:
 def noted() -> Iterator[Forms]:
     """Gives the forms of all kernels that the body launches."""
     forms: Forms = set()
-    stands_for = [
-        {
-            name: Kernel(value, forms)
-            for name, value in vars(module).items()
-            if isinstance(value, JITFunction | InterpretedFunction)
-        }
-        for module in (kernels, delta_kernels)
-    ]
+    stands_for = {
+        module: SimpleNamespace(
+            **{
+                name: Kernel(value, forms)
+                for name, value in vars(getattr(launch, module)).items()
+                if isinstance(value, JITFunction | InterpretedFunction)
+            }
+        )
+        for module in ("kernels", "attention_kernels", "delta_kernels")
+    }
 
     def listener(func: Any, arguments: Any) -> None:
         name = func.name().removeprefix("mrlhf::").removesuffix(".default")
@@ -71,8 +73,7 @@ def noted() -> Iterator[Forms]:
 
     tensors.OURS.append(listener)
     with (
-        mock.patch.object(launch, "kernels", SimpleNamespace(**stands_for[0])),
-        mock.patch.object(launch, "delta_kernels", SimpleNamespace(**stands_for[1])),
+        mock.patch.multiple(launch, **stands_for),
         mock.patch.object(launch, "_multiprocessors", lambda device: PROCESSORS),
     ):
         yield forms

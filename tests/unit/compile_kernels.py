@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mrlhf.gpu import delta_kernels, kernels, launch
+from mrlhf.gpu import attention_kernels, delta_kernels, kernels, launch
 
 L40S = 99 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB, an H100 227
 A100, H100 = 80, 90  # compute capability times 10
@@ -61,7 +61,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 
 def _functions() -> dict[str, Any]:
     """The kernels by name."""
-    found = {**vars(kernels), **vars(delta_kernels)}
+    found = {**vars(kernels), **vars(attention_kernels), **vars(delta_kernels)}
     return {
         name: value
         for name, value in found.items()

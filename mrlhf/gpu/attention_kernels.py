@@ -1,0 +1,161 @@
+"""The Triton kernels of the engine's attention to keys in pages.
+
+Arithmetic is float32, and a result is rounded where the torch form rounds it. This file knows
+pointers and sizes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# As in `kernels`, one form serves all values of these, which differ between calls or layers, or are
+# parts of a larger tensor of which single numbers are read.
+_VARYING = (
+    "rows", "sequences", "splits", "table_stride", "window",
+    "tables", "query_starts", "lengths", "sinks", "sums", "tops",
+)  # fmt: skip
+_kernel = triton.jit(do_not_specialize=_VARYING)
+
+
+@triton.jit
+def _sequence_of(block, query_starts, sequences, QUERIES: tl.constexpr):
+    """The sequence that holds query block `block`, where each may begin a block of its own."""
+    low = 0
+    high = sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // QUERIES + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _query_block(block, query_starts, sequences, QUERIES: tl.constexpr):
+    """The sequence of a block of QUERIES tokens, and its first token."""
+    if QUERIES == 1:
+        sequence = block
+        first = block
+    else:
+        sequence = _sequence_of(block, query_starts, sequences, QUERIES)
+        begin = tl.load(query_starts + sequence)
+        first = begin + (block - begin // QUERIES - sequence) * QUERIES
+    return sequence, first
+
+
+@triton.jit
+def _add_keys(scores, value, top, total, context):
+    """One more block of keys in a softmax: its highest score, its sum, and the weighted values."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp(scores - safe[:, None])
+    shrunk = tl.exp(top - safe)
+    total = total * shrunk + tl.sum(weights, 1)
+    context = context * shrunk[:, None]
+    context += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return higher, total, context
+
+
+@_kernel
+def paged_attention(
+    q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
+    sequences, kv_heads, dim, table_stride, scale, window,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of QUERIES tokens x GROUP query heads to one KV head's keys in pages.
+
+    The heads of a group share one reading of the keys. With several splits, the grid's last size,
+    a program sees one part of the keys, and instead of `out` it writes float32 `parts` [splits,
+    tokens, heads, dim], not yet divided by `sums`.
+    """
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
+    sequence, first = _query_block(tl.program_id(0), query_starts, sequences, QUERIES)
+    end = tl.load(query_starts + sequence + 1)
+    if first >= end:
+        return
+
+    rows = tl.arange(0, ROWS)
+    lanes = tl.arange(0, DIM)
+    tokens = first + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    real = (rows < QUERIES * GROUP) & (tokens < end)
+    length = tl.load(lengths + sequence)
+    positions = length - end + tokens  # of each row in its sequence
+
+    places = ((tokens.to(tl.int64) * kv_heads * GROUP + heads) * dim)[:, None] + lanes[None, :]
+    wanted = real[:, None] & (lanes < dim)[None, :]
+    queries = tl.load(q + places, wanted, 0.0)
+
+    # The keys that any of these rows sees, and of these the part of this split.
+    stop = tl.minimum(length, length - end + first + QUERIES)
+    start = 0
+    if window > 0:
+        start = tl.maximum(0, length - end + first - window + 1) // KEYS * KEYS
+    part = tl.cdiv(tl.cdiv(stop - start, KEYS), splits) * KEYS
+    start += split * part
+    stop = tl.minimum(stop, start + part)
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    context = tl.zeros([ROWS, DIM], tl.float32)
+    table = tables + sequence.to(tl.int64) * table_stride
+    for base in range(start, stop, KEYS):
+        seen = base + tl.arange(0, KEYS)
+        if PAGE % KEYS == 0:
+            page = tl.load(table + base // PAGE)
+        else:
+            page = tl.load(table + seen // PAGE, seen < stop, 0)
+        cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * dim
+        stored = (seen < stop)[:, None] & (lanes < dim)[None, :]
+        key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)
+        value = tl.load(values + cached[:, None] + lanes[None, :], stored, 0.0)
+
+        visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
+        if window > 0:
+            visible = visible & (seen[None, :] > positions[:, None] - window)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        if CAP > 0:  # tanh by the sigmoid
+            scores = CAP * (2.0 * tl.sigmoid(2.0 * scores / CAP) - 1.0)
+        scores = tl.where(visible, scores, -float("inf"))
+        top, total, context = _add_keys(scores, value, top, total, context)
+
+    if splits == 1:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, real, 0.0).to(tl.float32)
+            total += tl.where(real, tl.exp(sink - top), 0.0)
+        # A row that sees nothing is padding, and gets zeros.
+        context = context / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + places, context.to(out.dtype.element_ty), wanted)
+    else:
+        size = tl.load(query_starts + sequences).to(tl.int64) * kv_heads * GROUP
+        row = split * size + tokens.to(tl.int64) * kv_heads * GROUP + heads
+        tl.store(sums + row, total, real)
+        tl.store(tops + row, top, real)
+        tl.store(parts + split * size * dim + places, context, wanted)
+
+
+@_kernel
+def join_splits(parts, sums, tops, sinks, out, rows, splits, heads, dim, DIM: tl.constexpr):
+    """out [rows, dim] from the splits of `paged_attention`; one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, DIM)
+    inside = lanes < dim
+
+    top = tl.load(tops + row)
+    for split in range(1, splits):
+        top = tl.maximum(top, tl.load(tops + split * rows + row))
+    total = 0.0
+    if sinks is not None:
+        total += tl.exp(tl.load(sinks + row % heads).to(tl.float32) - top)
+    context = tl.zeros([DIM], tl.float32)
+    for split in range(splits):
+        place = split * rows + row
+        weight = tl.exp(tl.load(tops + place) - top)
+        total += weight * tl.load(sums + place)
+        context += weight * tl.load(parts + place * dim + lanes, inside, 0.0)
+    tl.store(out + row * dim + lanes, (context / total).to(out.dtype.element_ty), inside)
