@@ -280,7 +280,7 @@ def divergence_of_trl(value: Any, _: Place) -> Any:
 
 def share_given(value: Any, _: Place) -> Any:
     """GKD's lmbda, the share of prompts whose responses are drawn."""
-    return round(1 - value, 6) or LeftOut()
+    return round(1 - value, 6)
 
 
 def high_of_trl(value: Any, place: Place) -> Any:
