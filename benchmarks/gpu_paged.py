@@ -119,8 +119,8 @@ def _case(
     splits = int(device == "cpu")  # on a GPU as many as the kernel's launch chooses
     scale = sweep.dim**-0.5
     starts = of_int(sequences + 1)
-    arguments = (q, keys, values, tables, starts, lengths, 1, context, 0, scale, splits)
-    return partial(launch.paged_attention, *arguments), keys.nbytes + values.nbytes
+    arguments = (q, keys, values, tables, starts, lengths, 1, context, 0, scale)
+    return partial(launch.paged_attention, *arguments, splits=splits), keys.nbytes + values.nbytes
 
 
 def _seconds(call: Callable[[], Tensor], calls: int, device: str) -> float:

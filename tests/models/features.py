@@ -108,27 +108,28 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             },
             pad_token_id=None,
         ),
+        **_gemma_configs(sizes),
+    }
+
+
+def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
+    common = {**sizes, "head_dim": 16, "sliding_window": 7, "pad_token_id": None}
+    return {
         "gemma2": Gemma2Config(
-            **sizes,
-            head_dim=16,
+            **common,
             query_pre_attn_scalar=3,
-            sliding_window=7,
             attn_logit_softcapping=0.9,
             final_logit_softcapping=2.5,
-            pad_token_id=None,
         ),
         "gemma3": Gemma3TextConfig(
-            **sizes,
-            head_dim=16,
+            **common,
             query_pre_attn_scalar=20,
             final_logit_softcapping=4.0,
-            sliding_window=7,
-            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            layer_types=["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2),
             rope_parameters={
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
             },
-            pad_token_id=None,
         ),
     }
 

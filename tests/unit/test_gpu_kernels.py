@@ -27,6 +27,7 @@ from mrlhf.models.ops import torch_gated, torch_rms_norm, torch_rotate
 from mrlhf.parallel import vocab_sums
 from mrlhf.parallel.masks import Paged
 from tests import sharded_draws
+from tests.pages import ROOT
 
 EPS = 1e-6
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3}
@@ -302,6 +303,17 @@ def test_attention_to_pages(
             mask.most_queries, mask.most_keys, case.window or 0, 0.25, sinks, cap or 0.0, splits,
         )  # fmt: skip
         close(found.flatten(1), wanted)
+
+
+def test_the_sweep_of_attention_to_pages_measures_each_choice(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu_paged import SWEEPS, rows
+
+    found = list(rows(SWEEPS["tiny"], "cpu"))
+    assert [row.get("KEYS") for row in found] == [None, 32, 64]
+    assert all(row["bytes_per_s"] > 0 for row in found), found
 
 
 @both_dtypes

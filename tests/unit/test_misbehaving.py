@@ -18,18 +18,12 @@ from mrlhf.episodes.environments.protocol import Answer, EnvironmentReference
 from mrlhf.errors import RewardError
 from mrlhf.rewards.custom import Limits, load_custom
 from mrlhf.rewards.interface import RewardInput
+from tests import adapter_folder
 from tests.leftovers import assert_all_end, is_alive
 from tests.unit.misbehaving import WAYS
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-SAMPLING = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "max_tokens": 9,
-    "max_turns": 9,
-}
+SAMPLING = {**adapter_folder.SAMPLING, "max_tokens": 9, "max_turns": 9}
 HASTY = {"timeout_s": 2.0}
 SMALL = {"memory_mb": 300}
 TIMES_OUT = r"took more than 2 s and was stopped"

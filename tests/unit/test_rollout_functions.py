@@ -11,6 +11,7 @@ import pytest
 
 from mrlhf.episodes.environments.host import EnvironmentHost, ToolLimits
 from mrlhf.episodes.environments.protocol import Answer, EnvironmentReference, Outcome
+from tests.adapter_folder import SAMPLING
 
 FUNCTIONS = '''
 import asyncio, os, random, time
@@ -124,14 +125,6 @@ async def pays_too_often(engine, row, sampling):
 async def forgets_to_await(engine, row, sampling):
     return engine.generate([1])
 '''
-SAMPLING = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "max_tokens": 50,
-    "max_turns": 4,
-}
 
 
 @pytest.fixture(scope="module")
