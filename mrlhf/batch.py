@@ -316,11 +316,8 @@ class Rollout:
 
     @property
     def given(self) -> Tensor:
-        """Whether each row's response was given and not drawn, bool [batch].
-
-        Without an environment the policy draws all tokens of a response or none.
-        """
-        given = self.response_mask[:, 0] & ~self.loss_mask[:, 0]
+        """Whether each row's response was given and not drawn, bool [batch]."""
+        given = self.response_mask.any(dim=1) & ~self.loss_mask.any(dim=1)
         return given if self.episodes is None else torch.zeros_like(given)
 
     @property
