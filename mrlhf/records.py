@@ -6,7 +6,7 @@ It knows neither the engine that records nor the passes that replay.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -84,20 +84,25 @@ class SamplingMasks:
     """The tokens that could be drawn at each place of some rows, where top-k or top-p cuts others.
 
     A place has the ids of these tokens, ascending, in a word each; or where that is no longer, a
-    bit for each token of the vocabulary. A place without words is one at which all could be drawn.
+    bit for each token of the vocabulary. If all could be drawn, there are no such words.
 
-    They are those of the policy that drew, as in https://arxiv.org/abs/2512.02556, section 3.1.
+    Behind them a place may have the head of the distribution that its token was drawn from: the ids
+    of the `head` likeliest tokens, and their log-probabilities, in the bits of float32.
+
+    They are those of the policy that drew, as in https://arxiv.org/abs/2512.02556, section 3.1. A
+    place at which it drew nothing has no words.
     """
 
     words: Tensor  # int32 [words]
     begins: Tensor  # int64 [rows], where the words of each row begin
     counts: Tensor  # int32 [rows, places], words of each place
+    head: int = 0  # tokens of a head; 0: there are none
 
     def of_rows(self, rows: Sequence[int] | slice | Tensor) -> SamplingMasks:
         """Those of some rows, in that order, in the same memory."""
         if not isinstance(rows, (slice, Tensor)):
             rows = torch.tensor(rows, dtype=torch.int64)
-        return SamplingMasks(self.words, self.begins[rows], self.counts[rows])
+        return replace(self, begins=self.begins[rows], counts=self.counts[rows])
 
     @staticmethod
     def none(shape: tuple[int, int]) -> SamplingMasks:
@@ -109,21 +114,42 @@ class SamplingMasks:
         """The same with a row for each place, row after row."""
         counts = self.counts.long()
         begins = self.begins[:, None] + counts.cumsum(dim=1) - counts
-        return SamplingMasks(self.words, begins.flatten(), self.counts.reshape(-1, 1))
+        return replace(self, begins=begins.flatten(), counts=self.counts.reshape(-1, 1))
 
     @staticmethod
     def join(parts: Sequence[SamplingMasks], counts: Tensor) -> SamplingMasks:
         """Those of all parts with nothing between; `counts` are theirs, as wide as all want."""
         words = [Parts(part.begins, part.counts.long().sum(dim=1)).of(part.words) for part in parts]
         in_rows = counts.long().sum(dim=1)
-        return SamplingMasks(torch.cat(words), in_rows.cumsum(0) - in_rows, counts)
+        head = max(part.head for part in parts)
+        return SamplingMasks(torch.cat(words), in_rows.cumsum(0) - in_rows, counts, head)
+
+    @property
+    def cut_any(self) -> bool:
+        """Whether there is a place at which not all tokens could be drawn."""
+        return bool((self.counts > 2 * self.head).any())
+
+    def heads(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The ids, int64 [rows, head], and log-probabilities, float32, of the likeliest tokens.
+
+        Each row has one place; the log-probabilities of one without words are -inf.
+        """
+        counts = self.counts[:, 0].long()
+        known = counts > 0
+        ends = (self.begins + counts)[known]
+        words = torch.zeros(len(counts), 2 * self.head, dtype=torch.int32)
+        size = torch.full_like(ends, 2 * self.head)
+        words[known] = Parts(ends - size, size).of(self.words).view(-1, 2 * self.head)
+        ids, bits = words.to(device).split(self.head, dim=1)
+        logprobs = bits.contiguous().view(torch.float32)
+        return ids.long(), logprobs.masked_fill(~known.to(device)[:, None], -torch.inf)
 
     def excluded(self, columns: range, vocab_size: int, device: torch.device) -> Tensor:
         """Which of the tokens `columns` could not be drawn; bool [rows, columns] on the device.
 
         Each row has one place.
         """
-        counts = self.counts[:, 0].long()
+        counts = (self.counts[:, 0].long() - 2 * self.head).clamp(min=0)
         whole = bit_words(vocab_size)
         excluded = (counts > 0).to(device)[:, None].repeat(1, len(columns))
 
@@ -155,9 +181,25 @@ def as_bits(kept: Tensor) -> Tensor:
     return (octets << places).sum(dim=-1, dtype=torch.uint8)
 
 
-def as_words(bits: NDArray[np.uint8]) -> list[NDArray[np.int32]]:
-    """The words by which `SamplingMasks` keeps each row of a result of `as_bits`."""
-    words = np.ascontiguousarray(bits).view(np.int32)
+def head_octets(ids: Tensor, logprobs: Tensor) -> Tensor:
+    """The words of each row's head, uint8 [rows, 8 x head], from its two parts [rows, head]."""
+    return torch.cat([ids.int(), logprobs.view(torch.int32)], dim=1).view(torch.uint8)
+
+
+def as_words(octets: NDArray[np.uint8], head: int = 0) -> list[NDArray[np.int32]]:
+    """The words by which `SamplingMasks` keeps each row of a record.
+
+    A record has the result of `as_bits` if tokens are cut off, then that of `head_octets` if heads
+    of `head` tokens are recorded.
+    """
+    record = np.ascontiguousarray(octets).view(np.int32)
+    words, heads = np.split(record, [record.shape[1] - 2 * head], axis=1)
+    masks = _mask_words(words)
+    return [np.concatenate(pair) for pair in zip(masks, heads, strict=True)] if head else masks
+
+
+def _mask_words(words: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """The words of each row's mask, from its bits."""
     # Few words of a row have a bit, so only these are taken apart.
     rows, columns = np.nonzero(words)
     of_words = np.unpackbits(words[rows, columns, None].view(np.uint8), axis=1, bitorder="little")

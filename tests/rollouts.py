@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import NO_VERSION, Episode, Prompts, Rollout
-from mrlhf.records import SamplingMasks, as_bits, as_words
+from mrlhf.records import SamplingMasks, as_bits, as_words, head_octets
 
 
 def make_rollout(
@@ -93,22 +93,32 @@ def with_contexts(rollout: Rollout, contexts: dict[int, list[tuple[int, int]]]) 
     return replace(rollout, episodes=episodes)
 
 
-def masks_of(could: Tensor, drawn: Tensor | None = None) -> SamplingMasks:
+def masks_of(
+    could: Tensor, drawn: Tensor | None = None, log_q: Tensor | None = None, head: int = 0
+) -> SamplingMasks:
     """The masks of rows.
 
     Args:
-        could: bool [rows, places, vocab], the tokens that could be drawn.
+        could: bool [rows, places, vocab], the tokens that could be drawn; all everywhere: there are
+            no masks.
         drawn: bool [rows, places], the places that have a mask; None: all.
+        log_q: float32 [rows, places, vocab], whose `head` likeliest tokens are recorded.
     """
     rows, places, vocab_size = could.shape
     if drawn is None:
         drawn = torch.ones(rows, places, dtype=torch.bool)
-    every = as_words(as_bits(could.reshape(-1, vocab_size)).numpy())
+    record = as_bits(could.reshape(-1, vocab_size))
+    if could.all():
+        record = record[:, :0]
+    if log_q is not None:
+        top, ids = log_q.reshape(-1, vocab_size).topk(head)
+        record = torch.cat([record, head_octets(ids, top)], dim=1)
+    every = as_words(record.numpy(), head)
     words = [
         own if is_drawn else own[:0] for own, is_drawn in zip(every, drawn.flatten(), strict=True)
     ]
     counts = torch.tensor([len(own) for own in words], dtype=torch.int32).view(rows, places)
     in_rows = counts.sum(dim=1)
     return SamplingMasks(
-        torch.from_numpy(np.concatenate(words)), in_rows.cumsum(0) - in_rows, counts
+        torch.from_numpy(np.concatenate(words)), in_rows.cumsum(0) - in_rows, counts, head
     )

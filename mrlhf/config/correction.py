@@ -38,6 +38,9 @@ CorrectionPreset = Literal[
     "bypass_pg_geo_rs",
     "bypass_pg_geo_rs_seq_tis",
     "bypass_pg_geo_rs_token_tis",
+    "bypass_pg_sc",
+    "bypass_pg_token_tis_sc",
+    "bypass_pg_token_icepop_sc",
     "disabled",
 ]
 
@@ -49,6 +52,7 @@ _GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _CLIP = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+_CENTRED = {"score_centering": True}
 PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "decoupled_token_is": _TOKEN_IS,
@@ -71,6 +75,9 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "bypass_pg_geo_rs": {**_REINFORCE, **_GEO_RS},
         "bypass_pg_geo_rs_seq_tis": {**_REINFORCE, **_SEQUENCE_IS, **_GEO_RS},
         "bypass_pg_geo_rs_token_tis": {**_REINFORCE, **_TOKEN_IS, **_GEO_RS},
+        "bypass_pg_sc": {**_REINFORCE, **_CENTRED},
+        "bypass_pg_token_tis_sc": {**_REINFORCE, **_TOKEN_IS, **_CENTRED},
+        "bypass_pg_token_icepop_sc": {**_REINFORCE, **_ICEPOP, **_CENTRED},
         "disabled": {},
     }
 )
@@ -184,6 +191,9 @@ class RolloutCorrectionSection(Section):
     loss_type: BypassLoss = "ppo_clip"
     """with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: REINFORCE with the
     weights"""
+    score_centering: bool = False
+    """with loss_type reinforce: subtract the engine's mean of each token's gradient (its score),
+    which moves the policy whatever is rewarded; from the engine's rollout.topk_log_probs"""
 
     refused: ClassVar[Rows] = {
         "{loss_type} needs algorithm.rollout_correction.bypass_mode; turn that on or set "
@@ -200,6 +210,23 @@ class RolloutCorrectionSection(Section):
         "policy already and would count twice; set rollout_is to null or loss_type to "
         "reinforce": lambda self: (
             self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is is not None
+        ),
+        "{score_centering} needs algorithm.rollout_correction.bypass_mode with loss_type "
+        "reinforce; set both, as preset bypass_pg_sc does": lambda self: (
+            self.score_centering and self.loss_type != "reinforce"
+        ),
+        "{score_centering} takes the mean over the tokens that could stand at one place, and "
+        "{rollout_is} depends on all of a response; set rollout_is to token or null": lambda self: (
+            self.score_centering and self.rollout_is == "sequence"
+        ),
+        "{score_centering} and {rollout_is_batch_normalize} are not supported together; turn the "
+        "latter off": lambda self: (
+            self.score_centering and self.rollout_is is not None and self.rollout_is_batch_normalize
+        ),
+        "{score_centering} and {rollout_rs} of single tokens are not supported together; use the "
+        "IcePop weights rollout_is token, rollout_is_threshold 0.5_5.0, or a statistic of "
+        "sequences": lambda self: (
+            self.score_centering and any(name.startswith("token_") for name, *_ in self.criteria)
         ),
         "algorithm.kl_penalty full needs the forward pass that "
         "algorithm.rollout_correction.bypass_mode saves; choose another algorithm.kl_penalty, "

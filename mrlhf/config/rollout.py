@@ -30,6 +30,7 @@ _IF_DUMPED = read_if(
 _IF_PARQUET = read_if(
     "dump_format", lambda name: name != "jsonl", "is jsonl", "set that to parquet"
 )
+_IF_CENTRED = read_if("algorithm.rollout_correction.score_centering")
 _IF_ADAPTED = read_if("actor.lora", lambda lora: lora.is_on, "has rank 0", "set actor.lora.rank")
 _UNLESS_SIZED = read_if(
     "kv_cache_mb", lambda size: size is None, "sizes the KV cache", "set that to null"
@@ -158,6 +159,9 @@ class RolloutSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """sample from the tokens with at least this share of the most probable one's probability; 0:
     off. As with top_k"""
+    topk_log_probs: Annotated[Count, Field(le=16384), _IF_CENTRED] = 128
+    """how many of the most probable tokens the engine records at each token, with their
+    log-probs"""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 256
     """most sequences decoded at once in one replica"""
     max_prefill_tokens: Tokens = 8192

@@ -45,6 +45,8 @@ class SamplingParams:
             does so, for models with mixtures.
         record_masks: whether samples record which tokens top_k, top_p and min_p let through.
             Log-probabilities are then over these.
+        record_head: how many of the likeliest tokens samples record at each place, with their
+            log-probabilities; 0 records none.
     """
 
     n: int = 1
@@ -58,6 +60,7 @@ class SamplingParams:
     seed: int
     record_experts: bool = False
     record_masks: bool = False
+    record_head: int = 0
 
     @property
     def truncates(self) -> bool:
@@ -66,7 +69,7 @@ class SamplingParams:
 
     def without_records(self) -> SamplingParams:
         """The same, where nothing is recorded that only training needs."""
-        return replace(self, record_experts=False, record_masks=False)
+        return replace(self, record_experts=False, record_masks=False, record_head=0)
 
     def greedy(self) -> SamplingParams:
         """One response of the likeliest tokens, which ends as these do."""
@@ -86,6 +89,7 @@ class SamplingParams:
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError(f"top_k {self.top_k} must be -1 (off) or at least 1")
         assert self.truncates or not self.record_masks, "there is nothing to record"
+        assert self.record_masks or not (self.truncates and self.record_head), "no masks"
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p} must be above 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:
@@ -153,14 +157,14 @@ class _PackedList(Generic[N]):
 
 
 class MaskWords(NamedTuple):
-    """The tokens that could be drawn at each place of a response, as `SamplingMasks` has them."""
+    """What is recorded of the distribution at each place of a response, as in `SamplingMasks`."""
 
     words: array[int]  # int32, of all places
     counts: array[int]  # int32, words of each place
 
     @staticmethod
     def none(places: int) -> MaskWords:
-        """Places at which all tokens could be drawn."""
+        """Places of which nothing is recorded."""
         return MaskWords(array("i"), array("i", bytes(4 * places)))
 
 
@@ -182,7 +186,7 @@ class Sample:
         experts: the experts of each token, uint8 or int16 [tokens, mixtures, per_token], prompt
             included; the last token is not computed and has none. None if they were not asked for,
             and on all ranks of a replica but the first.
-        masks: the tokens that could be drawn; None if they were not asked for.
+        masks: the tokens that could be drawn, and the likeliest; None if neither was asked for.
     """
 
     request_id: Any

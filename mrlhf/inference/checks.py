@@ -20,7 +20,10 @@ from mrlhf.weights.shard import Shape
 
 VLLM = "0.32"
 _VLLM_TOO = "0.33"  # what we use of it is the same in its source, and was not run
-_SHARED = ("temperature", "top_k", "top_p", "min_p", "stop_token_ids", "stop", "record_masks")
+_SHARED = (
+    *("temperature", "top_k", "top_p", "min_p", "stop_token_ids", "stop"),
+    *("record_masks", "record_head"),
+)
 
 
 def missing_feature(engine: str, spec: ModelSpec, device: str, tp: int) -> str | None:

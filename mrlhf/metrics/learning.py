@@ -59,6 +59,14 @@ POLICY = Chapter(
            below=0.5, curve=True, verl=SAME),
     Metric("actor/pg_clipfrac_lower", "mean", "tokens", "share",
            "tokens under the dual clip", verl=SAME),
+    Metric("actor/sc_correction", "mean", "mini-batches", "loss",
+           "`algorithm.rollout_correction.score_centering`: what is added to the policy loss; its "
+           "gradient alone has a meaning", verl=SAME),
+    Metric("actor/sc_sampler_head_mass", "mean", "tokens", "share",
+           "the engine's probability of the tokens it recorded; of the others the distribution is "
+           "estimated", verl=SAME),
+    Metric("actor/sc_train_head_mass", "mean", "tokens", "share",
+           "the trainer's probability of them", verl=SAME),
     Metric("actor/distillation_kl", "mean", "mini-batches", _NATS,
            "`teacher`: divergence from the teacher, aggregated as the loss; with "
            "`algorithm.distillation.mode` reward the mean of log(policy / teacher)"),

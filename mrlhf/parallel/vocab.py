@@ -90,6 +90,7 @@ class Tokens:
     most_lengths: Sequence[int] | None = None
     # The distributions are over the tokens that these, a row a token, let through; None: over all.
     masks: SamplingMasks | None = None
+    heads: Tensor | None = None  # int64 [tokens, head], tokens whose log-probabilities are wanted
 
 
 @torch.no_grad()
@@ -244,17 +245,23 @@ class _Projection:
         wanted = replace(self._wanted, kl=False) if self._wanted.apart else self._wanted
         first = chunks[0].start
         sums = LocalSums(chunks[-1].stop - first, self._columns, wanted, tokens.hidden.device)
+        heads = []
         self._subsets = []
         for rows in chunks:
             logits, ref_logits = self._project(rows)
             compared = ref_logits if wanted.kl else None
             sums.add(rows.start - first, logits, tokens.targets[rows], compared)
+            if tokens.heads is not None:
+                heads.append(self._columns.at(logits, tokens.heads[rows]))
             if self._wanted.apart:
                 assert ref_logits is not None
                 both = (logits, ref_logits)
                 subset = Subset.of(*both, self._columns, self._wanted, self._layer.group)
                 self._subsets.append(subset)
         numbers, normalisers = sums.combine(self._layer.group)
+        if heads:
+            of_heads = self._sum(torch.cat(heads)).sub_(normalisers.policy[:, None])
+            numbers = replace(numbers, heads=of_heads)
         if self._subsets:
             divergence = torch.cat([subset.divergence for subset in self._subsets])
             return replace(numbers, full_kl=divergence), normalisers
@@ -274,9 +281,14 @@ class _Projection:
             add_mixture(
                 sums[:, inside], *both, self._columns, normalisers[inside], self._wanted.beta
             )
-        if self._layer.group is not None and self._layer.group.size() > 1:
-            dist.all_reduce(sums, group=self._layer.group)
+        self._sum(sums)
         return replace(numbers, full_kl=sums[0]), replace(normalisers, to_mixture=sums[1])
+
+    def _sum(self, parts: Tensor) -> Tensor:
+        """The sum of `parts`, which is overwritten, over the ranks of the layer's group."""
+        if self._layer.group is not None and self._layer.group.size() > 1:
+            dist.all_reduce(parts, group=self._layer.group)
+        return parts
 
     def grad_logits(
         self, part: LossPart, grad_numbers: TokenNumbers
@@ -290,6 +302,10 @@ class _Projection:
             logits, ref_logits = self._project(rows)
             inside = slice(rows.start - first, rows.stop - first)
             gradients = grad_numbers.tokens(inside)
+            of_heads = gradients.heads
+            if of_heads is not None:  # the softmax has the sum of both, the target its own alone
+                in_heads = of_heads.sum(dim=1)
+                gradients = replace(gradients, logprobs=gradients.logprobs + in_heads)
             cap = self._layer.cap
             through_cap = None if cap is None else cap_slopes(logits, cap)
             slope = None
@@ -308,6 +324,11 @@ class _Projection:
                 part.normalisers[inside],
                 self._wanted.beta,
             )
+            if of_heads is not None:
+                targets, heads = self._tokens.targets[rows, None], self._tokens.heads
+                assert heads is not None
+                self._columns.add_at(logits, targets, -in_heads[:, None])
+                self._columns.add_at(logits, heads[rows], of_heads)
             if slope is not None:
                 logits += slope
             if through_cap is not None:
@@ -348,7 +369,7 @@ class _Projection:
 
     def _mask(self, rows: slice, *every: Tensor | None) -> None:
         """Give no probability to the tokens that could not be drawn."""
-        if self._tokens.masks is None:
+        if self._tokens.masks is None or not self._tokens.masks.cut_any:
             return
         columns = range(self._columns.first, self._columns.first + self._columns.valid)
         masks = self._tokens.masks.of_rows(rows)

@@ -39,6 +39,19 @@ class Columns:
         """A float32 copy of the columns that are not padding, scaled."""
         return logits[:, : self.valid].to(torch.float32, copy=True).mul_(self.scale)
 
+    def at(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The scaled logits of `tokens` [rows, any], float32; 0 for those of another rank."""
+        if not self.valid:
+            return torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        local, is_local = self.place(tokens)
+        return logits.gather(1, local).float().mul_(self.scale).masked_fill_(~is_local, 0.0)
+
+    def add_at(self, gradients: Tensor, tokens: Tensor, amounts: Tensor) -> None:
+        """Add gradients in the scaled logits of `tokens` [rows, any] to those in the logits."""
+        if self.valid:
+            local, is_local = self.place(tokens)
+            gradients.scatter_add_(1, local, amounts.mul(self.scale).masked_fill_(~is_local, 0.0))
+
     def place(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each target token, and whether it is one of this rank's."""
         local = targets - self.first
@@ -81,6 +94,8 @@ class TokenNumbers:
     entropy: Tensor | None  # in nats
     full_kl: Tensor | None  # KL(p || q) = sum of p (log p - log q), q the reference; see `beta`
     sum_of_squares: Tensor | None  # of all probabilities; it has no gradient
+    # the log-probabilities of the tokens of each head, [tokens, head]
+    heads: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenNumbers:
         """Apply `change` to each of the numbers."""

@@ -22,6 +22,7 @@ from mrlhf.rl.masking import masked_mean, masked_sum, working_dtype
 from mrlhf.rl.names import Statistic, WeightLevel
 
 NO_WEIGHT = 1e-8
+LEAST_TAIL = 1e-5
 GEOMETRIC_EPS = 1e-10
 
 
@@ -111,6 +112,55 @@ def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Correcte
     if correction.normalise:
         weights = weights / normalisation_factor(weights, mask, correction.level)
     return Corrected(weights=weights, kept=kept, raw=raw)
+
+
+@dataclass(frozen=True)
+class Centring:
+    """What centres the scores at some tokens; each [...], the shape of the tokens."""
+
+    # the engine's mean of a token's weight times log p, whose gradient is the mean of the scores;
+    # p is the current policy, and the tail's part is left out, which has no gradient
+    mean: Tensor
+    engine_mass: Tensor  # the engine's probability of the head, without gradient
+    policy_mass: Tensor  # the current policy's
+
+
+def centre_scores(logprobs: Tensor, engine: Tensor, correction: Correction) -> Centring:
+    """The engine's mean of the weighted scores, over its whole distribution.
+
+    With q the engine's distribution, w(p / q) the weights and p the current policy, the mean of
+    w d log p under q is 0 if p = q, and else moves the policy whatever was rewarded. The head has
+    the tokens of which q is known; of the tail, q is taken to be a p, a = (1 - q(head)) /
+    (1 - p(head)). So the mean is the sum over the head of (q w(p / q) - a w(1 / a) p) d log p,
+    https://arxiv.org/abs/2609.20807.
+
+    Args:
+        logprobs: log p of the head's tokens, [..., head].
+        engine: log q of them; -inf where there is no token.
+        correction: of tokens or without weights, and not normalised.
+    """
+    assert correction.level != "sequence" and not correction.normalise
+    known = engine > -torch.inf
+    log_p = logprobs.detach().double()
+    log_q = engine.double()
+    p = torch.where(known, log_p.exp(), 0.0)
+    q = log_q.exp()
+    p_mass, q_mass = p.sum(dim=-1), q.sum(dim=-1)
+    p_tail, q_tail = 1 - p_mass, 1 - q_mass
+    # What rounding leaves of a mass of 1 is no tail.
+    has_tail = (p_tail > LEAST_TAIL) & (q_tail > LEAST_TAIL)
+    tail_ratio = torch.where(has_tail, q_tail, 1.0) / torch.where(has_tail, p_tail, 1.0)
+
+    def weights(log_ratio: Tensor) -> Tensor:
+        if correction.level is None:
+            return torch.ones_like(log_ratio)
+        return truncate(_clamped(log_ratio).exp(), correction)
+
+    of_head = q * weights(torch.where(known, log_p - log_q, 0.0))
+    of_tail = (tail_ratio * weights(-tail_ratio.log()))[..., None] * p
+    factors = torch.where(known, of_head - of_tail, 0.0).to(logprobs.dtype)
+    mean = (factors * torch.where(known, logprobs, 0.0)).sum(dim=-1)
+    return Centring(mean, q_mass.to(logprobs.dtype), p_mass.to(logprobs.dtype))
 
 
 def masked_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:

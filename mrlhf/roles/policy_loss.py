@@ -19,7 +19,14 @@ from mrlhf.config.sections import ActorSection
 from mrlhf.config.teacher import DistillationSection
 from mrlhf.parallel.packs import Pack, lay_flat
 from mrlhf.parallel.vocab_sums import NumbersToCompute
-from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
+from mrlhf.rl.correction import (
+    Centring,
+    Correction,
+    Criterion,
+    centre_scores,
+    correct,
+    geometric_mean_weights,
+)
 from mrlhf.rl.losses import token_weights
 from mrlhf.rl.names import policy_loss_traits
 from mrlhf.rl.policy_losses import (
@@ -57,6 +64,9 @@ class PolicyBatch:
     teachers: Tensor | None = None
     # bool, the tokens of responses that were not drawn, on which the teacher alone teaches, or None
     given: Tensor | None = None
+    # the engine's log-probabilities of each head, of the shape of `mask` and one more dimension;
+    # only of the tokens of a part, and only where scores are centred
+    engine_heads: Tensor | None = None
 
     @property
     def taught(self) -> Tensor:
@@ -89,6 +99,7 @@ class PolicyLossSettings:
     # the divergence from a teacher that is part of the loss; None: none is
     distillation: DistillationSection | None = None
     sharpness: float = 1.0  # of that divergence; see `NumbersToCompute`
+    centres: bool = False  # whether the engine's mean of the scores is subtracted
     # the name of each data source's teacher; empty if there is one for all
     teacher_of: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,7 +107,8 @@ class PolicyLossSettings:
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
         """The settings that these sections ask for."""
         name = correction.trained_loss(actor.policy_loss.loss_mode)
-        return PolicyLossSettings.named(name, actor, configured_bypass(correction))
+        named = PolicyLossSettings.named(name, actor, configured_bypass(correction))
+        return replace(named, centres=correction.score_centering)
 
     def distilling(
         self, distillation: DistillationSection, temperature: float
@@ -116,7 +128,8 @@ class PolicyLossSettings:
     @property
     def by_token(self) -> bool:
         """Whether the loss of a token depends on no other token, once the batch is prepared."""
-        corrects_packs = self.bypass is not None and not self.needs_mini_batch_pass
+        corrects_packs = self.bypass is not None and self.bypass.level == "sequence"
+        corrects_packs = corrects_packs and not self.needs_mini_batch_pass
         return not policy_loss_traits(self.name).needs_sequences and not corrects_packs
 
     def numbers(self, entropy: bool) -> NumbersToCompute:
@@ -234,6 +247,11 @@ class PolicyLossSettings:
             logprobs, batch.advantages, batch.mask, fraction, bounds, excluded
         )
         return replace(batch, selected=selected)
+
+    def centring(self, batch: PolicyBatch, heads: Tensor) -> Centring:
+        """What centres the scores; `heads` are log-probabilities under the current policy."""
+        assert self.bypass is not None and batch.engine_heads is not None
+        return centre_scores(heads, batch.engine_heads, self.bypass)
 
     def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:
         """The loss with its statistics, and the loss of each token times its correction weight."""

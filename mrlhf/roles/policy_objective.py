@@ -91,6 +91,15 @@ class PolicyObjective:
         tally.add("actor/pg_clipfrac_lower", masked_sum(policy.clipped_lower.float(), mask), tokens)
         tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), tokens)
 
+        if numbers.heads is not None:
+            centring = self._settings.centring(batch, numbers.heads)
+            # The loss of a token is -A w log p.
+            term = self._aggregate(batch.advantages * centring.mean, batch)
+            loss = loss + term
+            tally.add("actor/sc_correction", term, share)
+            for name, mass in (("sampler", centring.engine_mass), ("train", centring.policy_mass)):
+                tally.add(f"actor/sc_{name}_head_mass", masked_sum(mass, mask), tokens)
+
         if numbers.entropy is not None:
             if self._settings.bypass is not None:  # else the pass before the update measures it
                 drawn = batch.drawn
@@ -171,7 +180,13 @@ class MiniBatchLoss:
         with_entropy = keeps or settings.section.entropy_coeff != 0
         wanted = settings.numbers(with_entropy)
         reference = None if self._ref_states is None else self._ref_states[number]
-        parts = self._token_logprobs.loss_parts(hidden, pack, wanted, settings.by_token, reference)
+        ids = engine_heads = None
+        if settings.centres:
+            assert pack.masks is not None
+            ids, engine_heads = pack.masks.heads(hidden.device)
+        parts = self._token_logprobs.loss_parts(
+            hidden, pack, wanted, settings.by_token, reference, ids
+        )
 
         tally = Tally()
         kept: list[TokenNumbers] = []
@@ -181,6 +196,8 @@ class MiniBatchLoss:
             share /= pack.segments.size
         for part in parts:
             batch, numbers = self._tables(number, part)
+            if engine_heads is not None:
+                batch = replace(batch, engine_heads=engine_heads[part.tokens][None])
             if not settings.needs_mini_batch_pass:
                 batch = settings.corrected(batch, numbers.logprobs)
             loss, part_tally = self._objective(batch, numbers, share)

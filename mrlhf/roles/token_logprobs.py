@@ -82,9 +82,13 @@ class TokenLogprobs:
         wanted: NumbersToCompute,
         by_token: bool,
         reference: ReferenceStates | None = None,
+        heads: Tensor | None = None,
     ) -> LossParts:
-        """The parts of a loss of the numbers of the selected tokens; see `LossParts`."""
-        tokens = self._tokens(hidden, pack, reference)
+        """The parts of a loss of the numbers of the selected tokens; see `LossParts`.
+
+        `heads` are the ids of more tokens at each, int64 [selected, head], or None.
+        """
+        tokens = replace(self._tokens(hidden, pack, reference), heads=heads)
         return LossParts(self.layer, tokens, wanted, by_token)
 
     def _tokens(self, hidden: Tensor, pack: Pack, reference: ReferenceStates | None) -> Tokens:

@@ -142,7 +142,7 @@ class Generator:
         begun = self.drawn.get(name)
         task = self.task(prompts, [sampling.seed] * len(prompts), sampling, shares, begun, given)
         drawn, metrics = self.serve(task, begun, name if step is not None else None)
-        rollout, of_episodes = self.gather(prompts, sampling.n, drawn, stream)
+        rollout, of_episodes = self.gather(prompts, sampling, drawn, stream)
         tokens = int(rollout.loss_mask.sum())
         return DrawnBatch(rollout, tokens, [metrics | of_episodes])
 
@@ -311,7 +311,7 @@ class Generator:
     def gather(
         self,
         prompts: Prompts,
-        n: int,
+        sampling: SamplingParams,
         drawn: DrawnSamples,
         stream: str,
         others: Sequence[Episode] = (),
@@ -325,6 +325,7 @@ class Generator:
             EnvironmentFault: every episode failed.
         """
         headers = drawn.headers
+        n = sampling.n
         batch = len(prompts) * n
         rows = torch.sort(headers.rows).values
         assert torch.equal(rows, torch.arange(batch)), (
@@ -363,7 +364,7 @@ class Generator:
             versions=versions,
             stopped=headers.stopped[order].bool(),
             experts=_record(drawn.experts, headers.recorded[order]),
-            masks=_masks(drawn, headers.mask_words[order]),
+            masks=_masks(drawn, headers.mask_words[order], sampling.record_head),
             episodes=episodes,
         )
         return rollout, metrics
@@ -376,11 +377,11 @@ def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
     return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
-def _masks(drawn: DrawnSamples, words: Tensor) -> SamplingMasks | None:
+def _masks(drawn: DrawnSamples, words: Tensor, head: int) -> SamplingMasks | None:
     """The sampling masks of rows with so many `words` each; None if there are none."""
     if not len(drawn.masks):
         return None
-    return SamplingMasks(drawn.masks, words.cumsum(0) - words, drawn.mask_counts)
+    return SamplingMasks(drawn.masks, words.cumsum(0) - words, drawn.mask_counts, head)
 
 
 def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:

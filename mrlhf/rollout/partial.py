@@ -147,6 +147,7 @@ class PartialSampler:
     max_turns: int = 1  # of an episode
     _groups: PromptGroupQueue | None = field(default=None, init=False)
     _last_limit: int = field(default=0, init=False)  # of the last step
+    _head: int | None = field(default=None, init=False)  # recorded of the begun samples' tokens
 
     def draw(self, step: int, sampling: SamplingParams) -> DrawnBatch:
         """Go on with the groups that have begun, begin others, and take those that are whole."""
@@ -182,7 +183,7 @@ class PartialSampler:
             )
             rollout, of_episodes = generator.gather(
                 groups.prompts.select(taken),
-                sampling.n,
+                sampling,
                 chosen,
                 _STREAM,
                 [drawn.episodes[row] for row in rows_of_prompt_groups(dropped, sampling.n)],
@@ -193,6 +194,7 @@ class PartialSampler:
 
         self._groups = groups.select(left, rest)
         self._last_limit = rounds.limit
+        self._head = sampling.record_head
         return DrawnBatch(
             rollout,
             sum(stats.generated_tokens for stats in drawn.stats),
@@ -216,6 +218,7 @@ class PartialSampler:
             "streams": [group.stream for group in groups.begun],
             "samples": groups.samples.state_dict,
             "last_limit": self._last_limit,
+            "head": self._head,
         }
 
     def load_state_dict(
@@ -231,6 +234,8 @@ class PartialSampler:
         begun = [BegunGroup(*each) for each in columns if each[1]]  # mrlhf 0.8: "" if it waits
         self._groups = PromptGroupQueue(prompts_of(state["uids"]), begun, samples)
         self._last_limit = state["last_limit"]
+        # mrlhf 0.8 recorded no heads.
+        self._head = state.get("head", 0)
 
     def _begin(self, version: int, sampling: SamplingParams) -> tuple[PromptGroupQueue, int]:
         """The groups of this step, new ones among them, and how many of them begin again."""
@@ -273,6 +278,8 @@ class PartialSampler:
         samples = groups.samples
         headers = samples.headers
         if len(headers.rows) != len(groups.begun) * sampling.n:
+            return False
+        if self._head not in (None, sampling.record_head):
             return False
         fits = self.generator.sampler.fits
         columns = headers.rows.tolist(), headers.lengths.tolist(), headers.ended.tolist()

@@ -14,6 +14,7 @@ from mrlhf.weights.init import initialise
 from tests.device.measures import VOCABULARY, model_spec
 from tests.simulated_device.state import DEVICE
 
+HEAD = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "greedy": {"temperature": 0.0},
@@ -21,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 1.0, "top_p": 0.6},
     "both": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
     "recorded": {"temperature": 1.0, "top_k": 40, "top_p": 0.8, "record_masks": True},
+    "head": {"temperature": 0.8, "record_head": HEAD},
     "several samples of a prompt": {"temperature": 1.0, "n": 3},
     "stop tokens": {"temperature": 1.0, "top_k": 3, "stop_token_ids": tuple(range(0, 1000, 7))},
     "stop strings": {"temperature": 1.0, "stop": ("7 ", "13")},
@@ -50,13 +52,25 @@ def compare() -> dict[str, dict[str, Any]]:
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    return a.token_ids == b.token_ids and a.masks == b.masks
+    return a.token_ids == b.token_ids and _recorded(a)[0] == _recorded(b)[0]
+
+
+def _recorded(sample: Any) -> tuple[Any, torch.Tensor]:
+    """What could be drawn, or the likeliest tokens; and the log-probabilities of these."""
+    masks = sample.masks
+    if masks is None or set(masks.counts) != {2 * HEAD}:
+        return masks, torch.zeros(0)
+    ids, bits = torch.tensor(masks.words, dtype=torch.int32).view(-1, 2, HEAD).unbind(1)
+    return ids.tolist(), bits.contiguous().view(torch.float32)
 
 
 def _gap(a: Any, b: Any) -> float:
     if a.token_ids != b.token_ids:
         return 0.0
-    return max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True))
+    drawn = torch.tensor(a.logprobs) - torch.tensor(b.logprobs)
+    if not _are_same(a, b):
+        return drawn.abs().max().item()
+    return torch.cat([drawn, (_recorded(a)[1] - _recorded(b)[1]).flatten()]).abs().max().item()
 
 
 def _samples(engine: NativeEngine, options: dict[str, Any]) -> list[Any]:

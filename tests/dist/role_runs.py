@@ -77,6 +77,7 @@ _COVARIANCE = PolicyLossSection(
 )
 _BAND = Criterion("seq_mean_k1", 1 / plain_losses.BAND, plain_losses.BAND)
 _BYPASS = {
+    "token": Correction("token", None, plain_losses.THRESHOLD, normalise=False, criteria=()),
     "reinforce": Correction("token", None, plain_losses.THRESHOLD, normalise=True, criteria=()),
     "sequence": Correction("sequence", None, plain_losses.THRESHOLD, normalise=False, criteria=()),
     "geo": Correction(None, None, 1.0, normalise=False, criteria=(_BAND,)),
@@ -155,7 +156,7 @@ def save_inputs(root: Path, layers: int = 2, models: Sequence[str] = plain_model
 
 def load_experience(root: Path, case: Case) -> Experience:
     """The experience of the case's model, corrected, broken, truncated, with holes, as it says."""
-    has = (case.contexts, case.corrected, case.broken, case.holes, case.truncated)
+    has = (case.contexts, case.corrected, case.broken, case.holes, case.truncated, case.centred)
     return _experience(root, case.model, *has)
 
 
@@ -168,6 +169,7 @@ def _experience(
     broken: bool,
     holes: bool,
     truncated: bool,
+    centred: bool,
 ) -> Experience:
     experience: Experience = torch.load(_experience_file(root, model, contexts), weights_only=False)
     if corrected:
@@ -178,6 +180,8 @@ def _experience(
         experience = plain_experience.with_holes(experience)
     if truncated:
         experience = plain_experience.with_masks(experience, root / model)
+    if centred:
+        experience = plain_experience.with_heads(experience, root / model)
     return experience
 
 
@@ -293,6 +297,7 @@ def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
     section = ActorSection(**values)
     bypass = None if case.bypass is None else _BYPASS[case.bypass]
     loss = PolicyLossSettings.named(case.loss, section, bypass)
+    loss = replace(loss, centres=case.centred)
     if case.teacher:
         loss = loss.distilling(DistillationSection(**case.teacher), plain_tables.TEMPERATURE)
 

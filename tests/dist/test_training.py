@@ -61,6 +61,12 @@ OTHER_CASES = {
         "llama", "seq-mean-token-sum", loss="reinforce", bypass="sequence"
     ),
     "bypass, rejection": Case("llama", "token-mean", bypass="geo"),
+    "centred, holes": Case(
+        "llama", "token-mean", loss="reinforce", bypass="token", centred=True, holes=True
+    ),
+    "centred, rejection, truncated": Case(
+        "llama", "seq-mean-token-sum", loss="reinforce", bypass="geo", centred=True, truncated=True
+    ),
 }
 ALL_TERMS = NEAR | {"positive_lm_coef": 0.3}
 HOLE_CASES = {

@@ -26,6 +26,7 @@ OTHERS = 4  # inside the second sequence
 FREE = 5  # the token at which all could be drawn
 LEAST_ROWS = 4  # three chunks, of which the second sequence takes two
 FACTORS = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(2))
+HEAD_FACTORS = torch.randn(TOKENS, 2, generator=torch.Generator().manual_seed(5))
 # Of the divergence: its beta, and the tokens and logits of which it is.
 KINDS: list[tuple[float, dict[str, Any]]] = [
     (1.0, {}),
@@ -42,7 +43,8 @@ def _random(rows: int, seed: int) -> Tensor:
 
 def _weighted(part: LossPart, numbers: TokenNumbers) -> Tensor:
     values = torch.stack([numbers.logprobs, numbers.entropy, numbers.full_kl])
-    return (values * FACTORS[:, part.tokens]).sum()
+    of_heads = 0.0 if numbers.heads is None else (numbers.heads * HEAD_FACTORS[part.tokens]).sum()
+    return (values * FACTORS[:, part.tokens]).sum() + of_heads
 
 
 def _all_sizes(
@@ -97,12 +99,14 @@ def _shard_results(
     if masked:
         has_mask = torch.arange(TOKENS) != FREE
         could[FREE] = True
-        tokens = replace(tokens, masks=masks_of(could[:, None], has_mask[:, None]))
+        heads = torch.stack([targets, could.int().argmax(dim=1)], dim=1)  # at times one token twice
+        masks = masks_of(could[:, None], has_mask[:, None])
+        tokens = replace(tokens, masks=masks, heads=heads)
     else:
         could[:] = True
     wanted = NumbersToCompute(entropy=True, squares=True, kl=True, beta=beta, **apart)
     numbers, calls = _counted(lambda: token_numbers(layer, tokens, wanted))
-    each = 1 + (wanted.mixes and not apart)
+    each = 1 + (wanted.mixes and not apart) + masked
     of_chunks = 3 * 3 if apart else 0  # the likeliest tokens of each, sums over them, a divergence
     assert calls == each + of_chunks, "one gather for all chunks, and one sum of a mixture's"
     seen = []
@@ -133,6 +137,7 @@ def _shard_results(
         entropy=-(p * log_p).sum(dim=1),
         full_kl=divergence(log_p, log_q, beta, **apart),
         sum_of_squares=p.square().sum(dim=1),
+        heads=None if tokens.heads is None else log_p.gather(1, tokens.heads),
     )
     no_sums = Normalisers(torch.empty(0), torch.empty(0))
     everything = LossPart(slice(0, 2), [slice(0, TOKENS)], expected, no_sums)
@@ -141,7 +146,11 @@ def _shard_results(
     gradients = [layer.weight.grad, hidden.grad]
     exact = [slow.grad[mine], slow_hidden.grad]
     padding = gradients[0][max(0, vocab_size - rank * shard) :]
-    values = _worst(list(vars(numbers).values()), list(vars(expected).values()))
+    found, of_whole = (
+        [number for number in vars(each).values() if number is not None]
+        for each in (numbers, expected)
+    )
+    values = _worst(found, of_whole)
     return values, _worst(gradients, exact), padding.abs().sum().item()
 
 

@@ -143,7 +143,7 @@ def episodes(inputs: Path) -> Setting:
 def partial(inputs: Path) -> Setting:
     """Those episodes, drawn in several steps, with a slow function beside their own reward.
 
-    Not all tokens can be drawn.
+    Not all tokens can be drawn, and what the engine says of the likeliest centres the scores.
     """
     terms = [{"name": "environment"}, {"name": f"{inputs / 'rewards.py'}:waits", "weight": 0.5}]
     keys = [
@@ -152,6 +152,8 @@ def partial(inputs: Path) -> Setting:
         "rollout.partial.max_versions=3",
         "rollout.partial.turn_cost=2",
         "rollout.top_p=0.9",
+        "algorithm.rollout_correction.preset=bypass_pg_token_tis_sc",
+        "rollout.topk_log_probs=5",
         "algorithm.filter_groups.enable=false",
     ]
     return Setting("partial", "ppo", [*episodes(inputs).arguments, *keys])

@@ -145,7 +145,8 @@ def test_episodes_that_several_steps_draw(
 
     begun = run.state("step_000001")["begun"]
     assert begun["samples"]["ended"].tolist().count(0) > 2
-    assert begun["samples"]["masks"].any()  # which tokens could be drawn
+    assert begun["samples"]["masks"].any()  # which tokens could be drawn, and the likeliest
+    assert begun["head"] == 5
     part = "step_000001_interrupted"
     assert interrupt(run, faults.EPISODE, 3, "ALL=SIGUSR1", -1) == part
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests import rollouts
 from tests.oracle.plain_models import SIZES, critic_of, load
-from tests.oracle.plain_tables import evaluate, token_values
+from tests.oracle.plain_tables import distribution, drawn, evaluate, token_values
 from tests.padding import pad_responses
 
 PROMPT_LENGTHS = (1, 3, 3, 3, 2, 6, 2, 2)
@@ -122,6 +123,27 @@ def with_masks(experience: Experience, model: Path) -> Experience:
         old_logprobs=experience.old_logprobs + of_masks,
         ref_logprobs=evaluate(load(Path(f"{model}-ref")), masked)[0],
     )
+
+
+def with_heads(experience: Experience, model: Path, head: int = 5) -> Experience:
+    """The same, drawn by an engine whose distributions are not quite the model's; with its heads.
+
+    Only what the experience's masks let through could be drawn.
+    """
+    generator = torch.Generator().manual_seed(9)
+    rollout = experience.rollout
+    log_q = torch.zeros(*rollout.shape, SIZES["vocab_size"])
+    old_logprobs = torch.zeros(rollout.shape)
+    policy = load(model)
+    with torch.no_grad():
+        for row in range(len(rollout)):
+            log_p = distribution(policy, rollout, row)
+            noise = 0.5 * torch.randn(log_p.shape, generator=generator)
+            log_q[row, : len(log_p)] = (log_p + noise).log_softmax(dim=-1)
+            old_logprobs[row, : len(log_p)] = drawn(log_q[row, : len(log_p)], rollout, row)
+    could = log_q > -1e4
+    masks = rollouts.masks_of(could, rollout.loss_mask, log_q.where(could, -math.inf), head)
+    return replace(experience, rollout=replace(rollout, masks=masks), old_logprobs=old_logprobs)
 
 
 def with_holes(experience: Experience) -> Experience:

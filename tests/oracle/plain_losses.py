@@ -80,10 +80,16 @@ def token_losses(name: str, rows: list[Row], numbers: Numbers = Numbers()) -> li
 def bypass(kind: str, rows: list[Row]) -> list[Row]:
     """The rows with the weights and kept tokens that the current policy gives.
 
-    "reinforce": token weights of mean 1; "sequence": one weight a response; "geo": rejection by the
-    mean log-ratio.
+    "token": token weights; "reinforce": the same of mean 1; "sequence": one weight a response;
+    "geo": rejection by the mean log-ratio.
     """
     ratios = [(row.logprobs.detach() - row.old).exp() for row in rows]
+
+    if kind == "token":
+        return [
+            replace(row, weights=r.clamp(max=THRESHOLD))
+            for r, row in zip(ratios, rows, strict=True)
+        ]
 
     if kind == "reinforce":
         cut = [ratio.clamp(max=THRESHOLD) for ratio in ratios]
@@ -106,6 +112,39 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
         for r, row in zip(ratios, rows, strict=True)
     ]
     return [replace(row, kept=row.kept & ok) for ok, row in zip(inside, rows, strict=True)]
+
+
+def centring(
+    kind: str | None, row: Row, log_p: Tensor, ids: Tensor, log_q: Tensor
+) -> dict[str, Tensor]:
+    """The advantage times the mean of weighted scores under the engine, over the vocabulary.
+
+    Args:
+        log_p: [response_len, vocab], of the policy.
+        ids: the engine's likeliest tokens, and `log_q` theirs, [response_len, head]; -inf where
+            nothing was drawn. Of the others its distribution is that of the policy, scaled.
+    """
+    p = log_p.detach().exp()
+    in_head = torch.zeros_like(p, dtype=torch.bool)
+    in_head.scatter_(1, ids, log_q > -math.inf)
+    p_tail = (p * ~in_head).sum(dim=1, keepdim=True)
+    q_head = log_q.exp().sum(dim=1, keepdim=True)
+    scale = torch.where(p_tail > 1e-5, (1 - q_head) / p_tail, 1.0)
+    q = (scale * p).scatter(1, ids, log_q.exp()).where(log_q[:, :1] > -math.inf, 0.0)
+
+    ratio = torch.where(p > 0, p, 1.0) / torch.where(q > 0, q, 1.0)
+    weighted = q * (ratio.clamp(max=THRESHOLD) if kind == "token" else 1.0)
+    of_tail = (weighted / torch.where(p > 0, p, 1.0) * ~in_head).amax(dim=1, keepdim=True)
+    of_tail = torch.where(p_tail > 1e-5, of_tail, 1.0)
+    finite = log_p.clamp(min=-1e4)
+    return {
+        "trained": row.advantages * (weighted * finite).sum(dim=1),
+        # Without the part that has no gradient.
+        "actor/sc_correction": row.advantages
+        * ((weighted - of_tail * p) * in_head * finite.detach()).sum(dim=1),
+        "actor/sc_sampler_head_mass": q_head[:, 0],
+        "actor/sc_train_head_mass": (p * in_head).sum(dim=1),
+    }
 
 
 def geometric_mean(row: Row) -> Tensor:

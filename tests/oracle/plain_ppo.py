@@ -17,11 +17,26 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from tests.oracle.plain_experience import RESPONSE_LENGTHS, taught
-from tests.oracle.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
+from tests.oracle.plain_losses import (
+    Row,
+    RowLoss,
+    bypass,
+    centring,
+    geometric_mean,
+    token_losses,
+)
 from tests.oracle.plain_models import critic_of, load, weights_of
 from tests.oracle.plain_optimizer import LR, Outcome, differentiate, make_optimizer
 from tests.oracle.plain_routers import Routers
-from tests.oracle.plain_tables import TEMPERATURE, distribution, drawn, entropy, kl_between, values
+from tests.oracle.plain_tables import (
+    TEMPERATURE,
+    distribution,
+    drawn,
+    entropy,
+    head_of,
+    kl_between,
+    values,
+)
 from tests.token_loss import divergence
 
 MINI_BATCH = 4
@@ -61,6 +76,7 @@ class Case:
     demonstrates: bool = False
     freeze: bool = False  # whether what `FROZEN` matches does not train
     truncated: bool = False  # whether not all tokens could be drawn
+    centred: bool = False  # whether the engine's mean of the scores is subtracted
 
     @property
     def has_full_kl(self) -> bool:
@@ -99,6 +115,14 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         weights = [geometric_mean(row) if case.loss == "geo_mean" else row.weights for row in rows]
         tables["actor/pg_loss"] = [loss.losses * w for loss, w in zip(losses, weights, strict=True)]
         total = tables["actor/pg_loss"]
+
+        if case.centred:
+            centred = [
+                centring(case.bypass, row, log_p, *head_of(experience.rollout, number, log_p))
+                for number, row, log_p in zip(numbers, rows, distributions, strict=True)
+            ]
+            total = _sum_of_tables(total, 1.0, [row.pop("trained") for row in centred])
+            tables |= {name: [row[name] for row in centred] for name in centred[0]}
 
         if settings.get("entropy_coeff"):
             entropies = [entropy(log_p) for log_p in distributions]
@@ -139,7 +163,7 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
             ]
         return tables | _metrics(rows, losses)
 
-    losses = ("actor/pg_loss", "actor/kl_loss", "actor/distillation_kl")
+    losses = ("actor/pg_loss", "actor/kl_loss", "actor/distillation_kl", "actor/sc_correction")
     outcome = _train("actor", policy, case, mini_batch, losses)
     outcome.metrics["actor/approx_kl"] = outcome.metrics["actor/ppo_kl"]
     return outcome

@@ -98,7 +98,8 @@ def _could_be_drawn(rollout: Rollout, row: int, places: range, vocab_size: int) 
     counts = rollout.masks.counts[row].tolist()
     for number, place in enumerate(places):
         begin = int(rollout.masks.begins[row]) + sum(counts[:place])
-        words = rollout.masks.words[begin : begin + counts[place]].tolist()
+        end = begin + max(0, counts[place] - 2 * rollout.masks.head)
+        words = rollout.masks.words[begin:end].tolist()
         if len(words) == math.ceil(vocab_size / 32):
             could[number] = torch.tensor([w >> bit & 1 for w in words for bit in range(32)])[
                 :vocab_size
@@ -106,6 +107,24 @@ def _could_be_drawn(rollout: Rollout, row: int, places: range, vocab_size: int) 
         elif words:
             could[number] = torch.isin(torch.arange(vocab_size), torch.tensor(words))
     return could
+
+
+def head_of(rollout: Rollout, row: int, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The engine's likeliest tokens at each place of a response, and their log-probabilities.
+
+    Both [response_len, head]; -inf where nothing was drawn. `log_p` [response_len, vocab] says how
+    long the response is.
+    """
+    masks = rollout.masks
+    assert masks is not None
+    ids = torch.zeros(len(log_p), masks.head, dtype=torch.int64)
+    log_q = torch.full(ids.shape, -math.inf)
+    ends = int(masks.begins[row]) + masks.counts[row].cumsum(0)
+    for place in masks.counts[row, : len(log_p)].nonzero()[:, 0].tolist():
+        end = int(ends[place])
+        ids[place] = masks.words[end - 2 * masks.head : end - masks.head]
+        log_q[place] = masks.words[end - masks.head : end].view(torch.float32)
+    return ids, log_q
 
 
 def _contexts(rollout: Rollout, row: int) -> Iterator[tuple[int, Tensor, int]]:

@@ -45,6 +45,9 @@ PRESETS = {  # weights and their bounds, what is rejected, bypass, loss
     "bypass_pg_geo_rs": (*NO_WEIGHTS, GEO, True, "reinforce"),
     "bypass_pg_geo_rs_seq_tis": (*SEQUENCE, GEO, True, "reinforce"),
     "bypass_pg_geo_rs_token_tis": (*TOKEN, GEO, True, "reinforce"),
+    "bypass_pg_sc": (*NO_WEIGHTS, (), True, "reinforce"),
+    "bypass_pg_token_tis_sc": (*TOKEN, (), True, "reinforce"),
+    "bypass_pg_token_icepop_sc": (*ICEPOP, (), True, "reinforce"),
     "disabled": OFF,
 }
 
@@ -233,6 +236,7 @@ def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
         "rollout_rs_threshold": "0.999_1.001",
         "bypass_mode": True,
         "loss_type": "reinforce",
+        "score_centering": False,
     }
 
     config = load_config(PPOConfig, None, [*ARGUMENTS, f"{KEY}.preset=bypass_pg_geo_rs_seq_tis"])

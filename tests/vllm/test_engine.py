@@ -135,6 +135,16 @@ def _records_what_could_be_drawn(engine: VllmEngine, model: Any, same: list[Samp
             )
     assert equal >= 0.97 * len(samples) * 8  # rounding may decide at an edge
 
+    plain = SamplingParams(n=3, max_tokens=8, seed=1, temperature=0.6, record_head=5)
+    for sample in generate(engine, requests_for(PROMPTS, UIDS, plain)).samples:
+        prompt = PROMPTS[sample.request_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *sample.token_ids]])).logits
+        wanted = (logits[0, len(prompt) - 1 : -1] / 0.6).log_softmax(dim=-1).topk(5).values
+        assert sample.masks is not None
+        heads = np.array(sample.masks.words, dtype=np.int32).reshape(8, 2, 5)[:, 1]
+        assert np.abs(heads.view(np.float32) - wanted.numpy()).max() < 1e-4
+
 
 def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> bool:
     for sample in samples:

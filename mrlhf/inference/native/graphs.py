@@ -19,8 +19,8 @@ from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.inputs import Pass, PassArrays, as_pass, packed, unpacked
 
 Drawn = tuple[Tensor, ...]
-"""Tokens, int64 [draws], and their log-probabilities, float32 [draws]; with `record_masks` also
-a bit for each token that could be drawn, uint8 [draws, bytes]."""
+"""Tokens, int64 [draws], and their log-probabilities, float32 [draws]; also a record of each
+distribution, uint8 [draws, bytes], if one is asked for; see `as_words`."""
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -73,8 +73,8 @@ class DecodeGraphs:
         """
         batch = len(arrays.tokens)
         size = next(size for size in self._sizes if size >= batch)
-        cut = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.record_masks)
-        key = (size, sampling.temperature, *cut)
+        cut = (sampling.top_k, sampling.top_p, sampling.min_p)
+        key = (size, sampling.temperature, *cut, sampling.record_masks, sampling.record_head)
         places = np.arange(self._most, self._most + size)  # of the arrays' tokens, which come first
         places[:batch][origins >= 0] = origins[origins >= 0]
         padded = self._padded(arrays, size)

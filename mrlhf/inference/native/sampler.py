@@ -22,7 +22,7 @@ from mrlhf.host import kernels
 from mrlhf.host.kernels import threads_for
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native.tensor_parallel import TensorParallel
-from mrlhf.records import as_bits
+from mrlhf.records import as_bits, head_octets
 
 Words = NDArray[np.uint64]
 
@@ -86,8 +86,18 @@ class TokenSampler:
         Returns:
             The tokens, int64 [batch], and their log-probabilities over the whole vocabulary at the
             temperature, float32 [batch]. With `record_masks` they are over the tokens that are let
-            through, and the third result has a bit for each of these; see `as_bits`.
+            through, and the third result has a bit for each of these; see `as_bits`. With
+            `record_head` the third result ends with the likeliest tokens; see `head_octets`.
         """
+        tokens, logprobs, *record = self._draw_allowed(logits, vocab_start, uniform, sampling)
+        if sampling.record_head and not record:
+            record = [self._head(logits, vocab_start, tokens, logprobs, sampling)]
+        return tokens, logprobs, *record
+
+    def _draw_allowed(
+        self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
+    ) -> tuple[Tensor, ...]:
+        """Draw as `draw` does, with a record only where tokens are cut off."""
         if not len(self._never):
             return self._draw_any(logits, vocab_start, uniform, sampling)
 
@@ -99,9 +109,9 @@ class TokenSampler:
         scale = 1.0 / (sampling.temperature or 1.0)
         excluded = (logits[:, columns].float() * scale).logsumexp(dim=-1).double()
         logits.index_fill_(1, columns, max(_NEVER, torch.finfo(logits.dtype).min))
-        tokens, logprobs, *bits = self._draw_any(logits, vocab_start, uniform, sampling)
-        if bits:
-            return tokens, logprobs, *bits
+        tokens, logprobs, *record = self._draw_any(logits, vocab_start, uniform, sampling)
+        if record:
+            return tokens, logprobs, *record
         return tokens, self._over_all(logits, vocab_start, tokens, logprobs, excluded, scale)
 
     def _over_all(
@@ -118,16 +128,41 @@ class TokenSampler:
         `logprobs` [batch] are over the tokens that may be drawn. `excluded`, float64 [batch], is
         the logarithm of the sum of exp(logit) over this rank's columns that are never drawn.
         """
-        columns = tokens - vocab_start
-        is_mine = (columns >= 0) & (columns < logits.shape[-1])
-        places = columns.clamp(0, logits.shape[-1] - 1)[:, None]
-        chosen = logits.gather(-1, places)[:, 0].double() * scale
-        chosen = chosen.masked_fill(~is_mine, -torch.inf)
-
+        chosen = _own_logits(logits, vocab_start, tokens).double() * scale
         all_excluded, all_chosen = self._parallel.gather(torch.stack([excluded, chosen])).unbind(1)
         allowed = all_chosen.amax(dim=0) - logprobs
         ratio = all_excluded.logsumexp(dim=0) - allowed
         return (logprobs - ratio.logaddexp(torch.zeros_like(ratio))).float()
+
+    def _head(
+        self,
+        logits: Tensor,
+        vocab_start: int,
+        tokens: Tensor,
+        logprobs: Tensor,
+        sampling: SamplingParams,
+    ) -> Tensor:
+        """Return the words of the likeliest tokens; see `head_octets`.
+
+        Each rank gathers its own likeliest. The drawn `tokens` tell by their `logprobs` what the
+        logits are normalised by.
+        """
+        most = min(sampling.record_head, max(self._parallel.widths(logits)))
+        own, columns = logits.topk(min(most, logits.shape[1]))
+        missing = most - own.shape[1]
+        values = F.pad(own.float(), (0, missing), value=-torch.inf)
+        drawn = _own_logits(logits, vocab_start, tokens).float()
+        # Ids are whole in float32: no vocabulary has 2^24 tokens.
+        ids = F.pad((columns + vocab_start).float(), (0, missing))
+        mine = torch.cat([values, drawn[:, None], ids], dim=1)
+        every = self._parallel.gather(mine)
+        drawn = every[:, :, most].amax(dim=0)
+
+        values = every[:, :, :most].transpose(0, 1).flatten(1)
+        ids = every[:, :, most + 1 :].transpose(0, 1).flatten(1)
+        top, place = values.topk(min(sampling.record_head, values.shape[1]))
+        top = (top - drawn[:, None]) / (sampling.temperature or 1.0) + logprobs[:, None]
+        return _octets(ids.gather(1, place), top, sampling.record_head)
 
     def _draw_any(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
@@ -278,7 +313,27 @@ def sample_truncated(
     chosen = shifted.gather(-1, tokens[:, None])[:, 0]
     if not sampling.record_masks:
         return tokens, chosen - weights.sum(dim=-1).log()
-    return tokens, chosen - kept.sum(dim=-1).log(), as_bits(kept > 0)
+    total = kept.sum(dim=-1)
+    logprobs, record = chosen - total.log(), as_bits(kept > 0)
+    if sampling.record_head:
+        top, ids = kept.topk(min(sampling.record_head, kept.shape[1]))
+        head = _octets(ids, (top / total[:, None]).log(), sampling.record_head)
+        record = torch.cat([record, head], dim=1)
+    return tokens, logprobs, record
+
+
+def _own_logits(logits: Tensor, vocab_start: int, tokens: Tensor) -> Tensor:
+    """The logit of each row's token if it is one of this rank's columns, else -inf; [batch]."""
+    columns = tokens - vocab_start
+    is_mine = (columns >= 0) & (columns < logits.shape[-1])
+    places = columns.clamp(0, logits.shape[-1] - 1)[:, None]
+    return logits.gather(-1, places)[:, 0].masked_fill(~is_mine, -torch.inf)
+
+
+def _octets(ids: Tensor, logprobs: Tensor, head: int) -> Tensor:
+    """`head_octets` of parts that may be shorter than the head, which ends with probability 0."""
+    missing = head - ids.shape[1]
+    return head_octets(F.pad(ids, (0, missing)), F.pad(logprobs, (0, missing), value=-torch.inf))
 
 
 def truncate(weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -43,6 +43,7 @@ class DrawnSequences:
         self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
         self.recorded: set[int] = set()  # rows whose samples say which experts they went to
         self._masks: dict[int, MaskWords] = {}  # of each row, if they are recorded
+        self._head = sampling.record_head
         self._going_on: set[int] = set()  # rows with which the prompt of a later request begins
         self._keys = np.zeros(0, dtype=np.uint64)
         self._tokens = np.zeros((0, 0), dtype=np.int32)
@@ -75,7 +76,7 @@ class DrawnSequences:
             self._max_tokens[rows] = request.sampling.max_tokens
             if request.sampling.record_experts:
                 self.recorded.update(rows)
-            if request.sampling.record_masks:
+            if request.sampling.record_masks or request.sampling.record_head:
                 self._masks.update((row, MaskWords.none(0)) for row in rows)
             if request.goes_on:
                 self._going_on.update(rows)
@@ -101,11 +102,11 @@ class DrawnSequences:
         rows: Ints,
         tokens: Ints,
         logprobs: NDArray[np.float32],
-        bits: NDArray[np.uint8] | None = None,
+        octets: NDArray[np.uint8] | None = None,
     ) -> list[int]:
         """Append one token to each of `rows`, and return the rows that ended with it.
 
-        `bits` are those of the tokens that could be drawn, as `as_bits` gives them.
+        `octets` record the distribution of each, if that is asked for; see `as_words`.
 
         Raises:
             EngineError: a log-probability is not finite.
@@ -120,8 +121,8 @@ class DrawnSequences:
         self._tokens[rows, self._prompt_lengths[rows] + counts] = tokens
         self._logprobs[rows, counts] = logprobs
         self._counts[rows] = counts + 1
-        if bits is not None:
-            for row, words in zip(rows.tolist(), as_words(bits), strict=True):
+        if octets is not None:
+            for row, words in zip(rows.tolist(), as_words(octets, self._head), strict=True):
                 self._masks[row].words.frombytes(words.tobytes())
                 self._masks[row].counts.append(len(words))
 

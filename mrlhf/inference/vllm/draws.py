@@ -68,9 +68,9 @@ class Draws:
         uniform = send(torch.from_numpy(uniforms(keys, places)), logits.device)
         # vLLM has cut off the padding of the vocabulary, which leaves gaps between the rows.
         drawn = self._sampler.draw(logits.contiguous(), 0, uniform, self.sampling)
-        tokens, logprobs, *bits = drawn
-        for words in bits:
-            listed = as_words(words.cpu().numpy())
+        tokens, logprobs, *record = drawn
+        for octets in record:
+            listed = as_words(octets.cpu().numpy(), self.sampling.record_head)
             for arguments, place, own in zip(given, own_places.tolist(), listed, strict=True):
                 # A place may be drawn again.
                 self._masks.setdefault(arguments["name"], {})[place] = own

@@ -54,6 +54,8 @@ _FIXED = (
     "rollout.top_k",
     "rollout.top_p",
     "rollout.min_p",
+    "rollout.topk_log_probs",
+    "algorithm.rollout_correction.score_centering",
     "rollout.stop",
     "rollout.stop_token_ids",
     "rollout.max_turns",

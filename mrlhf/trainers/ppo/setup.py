@@ -159,6 +159,7 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
 def training_sampling(config: PPOConfig, endings: Endings, actor: ModelEngine) -> SamplingParams:
     """How the responses of training are drawn."""
     rollout = config.rollout
+    centres = config.algorithm.rollout_correction.score_centering
     return SamplingParams(
         n=rollout.n,
         temperature=rollout.temperature,
@@ -171,6 +172,7 @@ def training_sampling(config: PPOConfig, endings: Endings, actor: ModelEngine) -
         seed=config.seed,
         record_experts=rollout.records and actor.spec.experts is not None,
         record_masks=rollout.truncates,
+        record_head=min(rollout.topk_log_probs, actor.spec.vocab_size) if centres else 0,
     )
 
 
