@@ -303,6 +303,22 @@ def test_sft_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "not in the table of names:\n#     data.unheard_of" in said
 
 
+def test_score_centering_of_verl(tmp_path: Path) -> None:
+    """It is named twice there, and bypass mode a loss of its own."""
+    script = (
+        "python3 -m verl.trainer.main_ppo algorithm.rollout_correction.bypass_mode=true \\\n"
+        " algorithm.rollout_correction.loss_type=reinforce \\\n"
+        " algorithm.rollout_correction.score_centering=true \\\n"
+        " actor_rollout_ref.actor.policy_loss.rollout_correction.score_centering=true \\\n"
+        " actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode \\\n"
+        " actor_rollout_ref.rollout.topk_log_probs=64\n"
+    )
+    ours = _imported(tmp_path, "a.sh", script)
+    assert ours["algorithm.rollout_correction.score_centering"] is True
+    assert ours["rollout.topk_log_probs"] == 64
+    assert "actor.policy_loss.loss_mode" not in ours
+
+
 def test_own_rewards_have_the_names_of_their_system(tmp_path: Path) -> None:
     script = "python3 -m verl.trainer.main_ppo custom_reward_function.path=own.py\n"
     assert _imported(tmp_path, "a.sh", script)["reward.terms"] == [{"name": "own.py:compute_score"}]

@@ -255,6 +255,11 @@ def kl_of_openrlhf(value: Any, place: Place) -> Any:
     return {f"actor.{of_loss}": value}
 
 
+def loss_of_verl(value: Any, _: Place) -> Any:
+    """The policy loss; bypass mode names its own in algorithm.rollout_correction.loss_type."""
+    return LeftOut() if value == "bypass_mode" else value
+
+
 def level_of_trl(value: Any, place: Place) -> Any:
     """What TRL's weights of vLLM's samples are of: a token or a sequence."""
     if not place.at("use_vllm") or place.at("vllm_importance_sampling_correction") is False:
