@@ -181,8 +181,7 @@ class MiniBatchLoss:
         wanted = settings.numbers(with_entropy)
         reference = None if self._ref_states is None else self._ref_states[number]
         ids = engine_heads = None
-        if settings.centres:
-            assert pack.masks is not None
+        if settings.centres and pack.masks is not None:  # None: the policy drew nothing
             ids, engine_heads = pack.masks.heads(hidden.device)
         parts = self._token_logprobs.loss_parts(
             hidden, pack, wanted, settings.by_token, reference, ids

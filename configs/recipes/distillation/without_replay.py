@@ -32,7 +32,7 @@ def main() -> int:
 
     if RENORMALISES in sys.argv:
         sys.argv.remove(RENORMALISES)
-        changed = patch.object(generator, "_masks", lambda drawn, words: None)
+        changed = patch.object(generator, "_masks", lambda *_: None)
     else:
         changed = patch.object(setup, "training_sampling", unrecorded)
     with changed:
