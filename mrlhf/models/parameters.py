@@ -49,6 +49,11 @@ def keeps_float32(parameter: str) -> bool:
     return parameter.endswith((".router.correction", ".e_score_correction_bias"))
 
 
+def never_trains(parameter: str) -> bool:
+    """Whether no model trains a parameter."""
+    return keeps_float32(parameter) or parameter.endswith(".layer_scalar")
+
+
 def is_hidden_matrix(parameter: str) -> bool:
     """Whether it holds matrices of hidden layers: no embedding, output, router or gate."""
     return parameter.endswith(_LINEAR)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +73,12 @@ class CacheNeeds:
 
     def __str__(self) -> str:
         shape = self.shape
-        pairs = (
-            f"{shape.stores} x {shape.num_layers} layers x {shape.kv_heads} KV heads x "
-            f"{shape.head_dim} x {shape.itemsize} bytes"
+        layers = " + ".join(
+            f"{count} layers x {kv_heads} KV heads x {head_dim}"
+            for (kv_heads, head_dim), count in Counter(shape.heads).items()
         )
+        layers = f"({layers})" if " + " in layers else layers
+        pairs = f"{shape.stores} x {layers} x {shape.itemsize} bytes"
         if shape.record_bytes:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
         states = ""

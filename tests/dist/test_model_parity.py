@@ -75,6 +75,7 @@ GRADIENTS: dict[str, Recompute] = {
     "olmo3": "mlp",
     "gemma2": "core_attn",
     "gemma3": "core_attn",
+    "gemma4": "core_attn",
 }
 
 
