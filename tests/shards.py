@@ -38,6 +38,15 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": None, "num_key_value_heads": 8},
+    "gemma4_text": {
+        "head_dim": 4,
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 4,
+    },
     "qwen3_5_text": {"tie_word_embeddings": True, **_HYBRID, "num_key_value_heads": 2},
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
