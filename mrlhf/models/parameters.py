@@ -51,7 +51,8 @@ def keeps_float32(parameter: str) -> bool:
 
 def never_trains(parameter: str) -> bool:
     """Whether no model trains a parameter."""
-    return keeps_float32(parameter) or parameter.endswith(".layer_scalar")
+    is_fixed = parameter.endswith(".layer_scalar") or ".indexer." in parameter
+    return keeps_float32(parameter) or is_fixed
 
 
 def is_hidden_matrix(parameter: str) -> bool:

@@ -100,6 +100,20 @@ class Latent:
     value_dim: int  # of a head; at most that of keys
     interleaved: bool  # whether neighbours are rotated by one angle, instead of halves
     norm_eps: float = 1e-6  # of the norms of latents, whatever the model's other norms have
+    indexer: Indexer | None = None  # of sparse attention
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What chooses the tokens that each token attends to, in sparse attention.
+
+    Models here hold its weights and do not compute it: among `most` tokens it chooses all.
+    """
+
+    heads: int
+    head_dim: int
+    layers: tuple[bool, ...]  # those that have one; the others take the choice of the one before
+    most: int  # tokens that it chooses
 
 
 @dataclass(frozen=True)
@@ -270,6 +284,11 @@ class ModelSpec:
     def of_layer(self, layer: int) -> ModelSpec:
         """The model with the heads of the layer with this number."""
         return self if self.windows[layer] is not None else _with_global_heads(self)
+
+    def indexer_of(self, layer: int) -> Indexer | None:
+        """The indexer of the layer with this number, if it has one."""
+        indexer = None if self.latent is None else self.latent.indexer
+        return indexer if indexer is not None and indexer.layers[layer] else None
 
     @property
     def head_kinds(self) -> tuple[ModelSpec, ...]:

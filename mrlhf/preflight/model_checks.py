@@ -364,8 +364,14 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
         if spec is None or spec.max_positions >= longest or role.path in reported:
             continue
         reported.add(role.path)
+        file = Path(role.path) / "config.json"
+        limit = f"max_position_embeddings {spec.max_positions} ({file})"
+        if spec.latent is not None and spec.latent.indexer is not None:
+            limit = (
+                f"index_topk {spec.max_positions} ({file}), and attention to a choice among more "
+                "tokens is not supported"
+            )
         yield (
-            f"{name}: the longest sequence, {longest} tokens, is beyond the model's "
-            f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
-            f"lower {lengths}"
+            f"{name}: the longest sequence, {longest} tokens, is beyond the model's {limit}; lower "
+            f"{lengths}"
         )

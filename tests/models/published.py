@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    DeepseekV32Config,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -429,7 +431,21 @@ def _configs() -> dict[str, PretrainedConfig]:
             max_position_embeddings=40960,
             tie_word_embeddings=False,
         ),
-        "GLM-4.7-Flash": Glm4MoeLiteConfig(),  # its defaults are the published values
+        # Their defaults are the published values.
+        "GLM-4.7-Flash": Glm4MoeLiteConfig(),
+        "GLM-5": GlmMoeDsaConfig(),
+        "DeepSeek-V3.2": DeepseekV32Config(
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 40.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
         "Llama-3.1-8B-Instruct": _llama(4096, 14336, 32, 32),
         "Llama-3.3-70B-Instruct": _llama(8192, 28672, 80, 64),
     }

@@ -63,7 +63,9 @@ def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS, *MIXTURES, "glm4-moe-lite"))
+@pytest.mark.parametrize(
+    "name", (*MODELS, *FEATURE_MODELS, *MIXTURES, "glm4-moe-lite", "glm-moe-dsa")
+)
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)

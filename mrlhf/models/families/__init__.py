@@ -43,6 +43,7 @@ from mrlhf.models.families.qwen3_moe import QWEN3_MOE
 from mrlhf.models.families.qwen3_next import QWEN3_NEXT
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
+from mrlhf.models.families.sparse_latents import DEEPSEEK_V32, GLM_MOE_DSA
 from mrlhf.models.families.values import check_values
 from mrlhf.models.published import how_to_get
 from mrlhf.models.rope import keys_of_transformers_4
@@ -66,7 +67,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GEMMA2, GEMMA3, GEMMA4, GRANITE, LLAMA, MINISTRAL, MISTRAL),
         *(OLMO2, OLMO3, PHI3, QWEN2, QWEN3, QWEN3_5, SEED_OSS, SMOLLM3),
-        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
+        *(DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GPT_OSS),
         *(MIXTRAL, QWEN2_MOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
 }

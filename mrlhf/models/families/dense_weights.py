@@ -20,9 +20,11 @@ from mrlhf.models.families.expert_weights import (
     shared_rules,
 )
 from mrlhf.models.families.mixing_weights import (
+    INDEXER,
     delta_parameters,
     delta_rules,
     delta_shapes,
+    indexer_shapes,
     latent_parameters,
     latent_rules,
     latent_shapes,
@@ -50,6 +52,10 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
             shapes.update(delta_shapes(hidden, spec.delta, prefix + "linear_attn."))
         else:
             shapes.update(_attention_shapes(spec.of_layer(layer), prefix + "self_attn."))
+        indexer = spec.indexer_of(layer)
+        if spec.latent is not None and indexer is not None:
+            own = prefix + "self_attn.indexer."
+            shapes.update(indexer_shapes(spec, spec.latent, indexer, own))
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
         if spec.norms == "both":
             shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
@@ -181,6 +187,8 @@ def _attention_parameters(spec: ModelSpec, layer: int) -> list[str]:
 
     if spec.latent is not None:
         attention = latent_parameters(spec.latent)
+        if spec.indexer_of(layer) is not None:
+            attention += [f"indexer.{name}" for name in INDEXER]
     if spec.has_delta(layer):
         attention = delta_parameters()
     names = [f"self_attention.{name}" for name in attention]
@@ -255,7 +263,12 @@ def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
 
 def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
     if spec.latent is not None:
-        return latent_rules(spec.latent, prefix)
+        rules = latent_rules(spec.latent, prefix)
+        if spec.latent.indexer is not None:
+            for name in INDEXER:
+                rule = Rule((f"{prefix}indexer.{name}",), dim=None)
+                rules[f"self_attention.indexer.{name}"] = rule
+        return rules
     q_norm = Rule((prefix + "q_norm.weight",), dim=None)
     k_norm = Rule((prefix + "k_norm.weight",), dim=None)
     if spec.qk_norm == "projection":
