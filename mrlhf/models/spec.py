@@ -269,7 +269,9 @@ class ModelSpec:
 
     def of_layer(self, layer: int) -> ModelSpec:
         """The model with the heads of the layer with this number."""
-        return self if self.windows[layer] is not None else _with_global_heads(self)
+        if self.global_heads is None or self.windows[layer] is not None:
+            return self
+        return _with_global_heads(self)
 
     @property
     def head_kinds(self) -> tuple[ModelSpec, ...]:
@@ -375,8 +377,7 @@ class ModelSpec:
 def _with_global_heads(spec: ModelSpec) -> ModelSpec:
     """The model with the heads of its layers without a window in all layers."""
     heads = spec.global_heads
-    if heads is None:
-        return spec
+    assert heads is not None
     return replace(
         spec,
         num_kv_heads=heads.kv_heads,
