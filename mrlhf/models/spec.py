@@ -283,7 +283,9 @@ class ModelSpec:
 
     def of_layer(self, layer: int) -> ModelSpec:
         """The model with the heads of the layer with this number."""
-        return self if self.windows[layer] is not None else _with_global_heads(self)
+        if self.global_heads is None or self.windows[layer] is not None:
+            return self
+        return _with_global_heads(self)
 
     def indexer_of(self, layer: int) -> Indexer | None:
         """The indexer of the layer with this number, if it has one."""
@@ -394,8 +396,7 @@ class ModelSpec:
 def _with_global_heads(spec: ModelSpec) -> ModelSpec:
     """The model with the heads of its layers without a window in all layers."""
     heads = spec.global_heads
-    if heads is None:
-        return spec
+    assert heads is not None
     return replace(
         spec,
         num_kv_heads=heads.kv_heads,

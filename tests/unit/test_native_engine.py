@@ -226,7 +226,7 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing(name):
     ]:
         engine = tight(model, blocks, block_size, max_prefill_tokens=budget, max_length=48)
         finished = generate(engine, requests_for(prompts, uids, SAMPLED))
-        assert_same(finished.samples, whole)
+        assert_same(finished.samples, whole, tolerance=2e-5)
         stats = finished.stats
         assert stats.peak_cache_bytes <= stats.cache_bytes
         assert stats.computed_prompt_tokens <= stats.prompt_tokens

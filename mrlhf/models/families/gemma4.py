@@ -82,7 +82,7 @@ def _global_heads(config: dict[str, Any]) -> GlobalHeads:
     layers = [n for n, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
     found = [entries.get(layer, {}) for layer in layers]
     keys = ("head_dim", "num_key_value_heads")
-    if len(entries) > len(layers) or any(
+    if entries.keys() - {*layers} or any(
         entry != found[0] or entry.keys() - {*keys} for entry in found
     ):
         raise ConfigError(
