@@ -384,6 +384,17 @@ def test_which_layers_are_mixtures(tmp_path: Path) -> None:
     assert load_spec(tmp_path, "lm").experts is None
 
 
+def test_indexers_are_whole_and_have_no_adapters() -> None:
+    spec = tiny_spec("glm_moe_dsa")
+    family = family_of(spec)
+    own = [name for name in family.tensor_shapes(spec) if ".indexer." in name]
+    assert len(own) == 3 * 5  # the third layer takes the choice of the second
+    layers = family.linear_layers(spec)
+    assert any(name.endswith(".q_b_proj") for name in layers)
+    assert not any(".indexer." in name for name in layers)
+    assert spec.max_positions == min(tiny_config("glm_moe_dsa").max_position_embeddings, 2048)
+
+
 def test_the_layers_of_a_draft_model_are_passed_over() -> None:
     spec = tiny_spec("glm4_moe")
     assert family_of(spec).ignored_prefixes(spec) == ("model.layers.4.",)
