@@ -46,7 +46,8 @@ DELTA = "qwen3-next"
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 # By the number of ranks: models, and over how many parts experts are split. Of models with other
 # features than the rest, phi3 has two KV heads, olmo3 a norm over the heads of all ranks, gemma4
-# two KV heads in some layers and one in others. Each expert is split over all ranks, or whole on one of them, or both.
+# two KV heads in some layers and one in others. Each expert is split over all ranks, or whole on
+# one of them, or both.
 GREEDY = {
     2: [
         *((name, 1) for name in (*FEATURE_MODELS, *MIXTURES)),
