@@ -20,15 +20,20 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.errors import ConfigError
+from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.freezing import check_frozen_tensors, with_frozen
 from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.parallel_sizes import tp_problem
+from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.weight_files import check_weight_files
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.preflight.model_checks import CacheNeeds
+from mrlhf.weights.init import initialise
 from tests.models.engines import hf_model, spec_of
 from tests.models.published import FILES
-from tests.shards import tiny_config, tiny_spec
+from tests.shards import make_slots, stored, tensor_shapes, tiny_config, tiny_spec
 
 EYES = {
     "hidden_size": 16,
@@ -104,6 +109,11 @@ def test_the_published_sizes(tmp_path: Path) -> None:
     assert spec.attention_scale == 1.0 and spec.logits_cap == 30.0 and spec.output_is_embedding
     heads = [(kind.num_kv_heads, kind.head_dim, kind.rotary_dim) for kind in spec.head_kinds]
     assert heads == [(16, 256, 256), (4, 512, 512)]
+    shape = CacheShape.on_rank(spec, 8, 2, 64)  # two ranks share a KV head of the second kind
+    assert shape.token_bytes == 2 * 2 * (50 * 2 * 256 + 10 * 512)
+    assert str(CacheNeeds(shape, 64, 1)).startswith(
+        "2 x (50 layers x 2 KV heads x 256 + 10 layers x 1 KV heads x 512) x 2 bytes x 64 tokens"
+    )
     assert tp_problem("tp", 8, spec) is None
     assert tp_problem("tp", 3, spec) is not None
 
@@ -135,6 +145,14 @@ def test_a_layers_number_alone_is_nothing_to_train() -> None:
     spec = with_frozen(spec_of(hf_model("gemma4")), ["model.embed*", "*.weight"])
     with pytest.raises(ConfigError, match="freeze leaves nothing to train"):
         check_frozen_tensors(spec)
+
+
+def test_random_weights_leave_what_a_layer_gives_as_it_is() -> None:
+    spec = tiny_spec("gemma4_text")
+    slots = make_slots(role_pieces(spec, ParallelLayout(tp=1, pp=1, dp=1), 0))
+    initialise(slots, tensor_shapes(spec), seed=5)
+    factors = [stored(slot) for slot in slots if slot.piece.name.endswith("layer_scalar")]
+    assert [factor.tolist() for factor in factors] == [[1.0]] * 4
 
 
 HEADS = {"head_dim": 512, "num_key_value_heads": 4}

@@ -78,7 +78,7 @@ def _plain_rotations(config: dict[str, Any]) -> dict[str, Any]:
 
 def _global_heads(config: dict[str, Any]) -> GlobalHeads:
     """The heads of layers without a window, of which each has an entry of the same numbers."""
-    entries = {int(layer): entry for layer, entry in config.get("per_layer_config", {}).items()}
+    entries = {int(layer): entry for layer, entry in (config.get("per_layer_config") or {}).items()}
     layers = [n for n, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
     found = [entries.get(layer, {}) for layer in layers]
     keys = ("head_dim", "num_key_value_heads")
