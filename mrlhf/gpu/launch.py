@@ -225,7 +225,7 @@ def attention_tiles(decodes: bool, width: int) -> tuple[int, int, int]:
     The smaller ones let heads of `width` bytes fit into the shared memory of an A100 and an L40S.
     """
     if width >= 1024:  # 256 numbers of float32
-        return 32, 16, 2
+        return (32 if width < 2048 else 16), 16, 2
     return (64, 32, 2) if width >= 512 and not decodes else (64, 64, 3)
 
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 
 from mrlhf.host.products import float32_is_faster
-from mrlhf.models.attention_sizes import attention_of
+from mrlhf.models.attention_sizes import attention_layers
 from mrlhf.models.parallel_sizes import tp_problem
 from mrlhf.models.spec import DeltaNet, Experts, ModelSpec
 
@@ -51,9 +51,8 @@ class StateShape:
 class CacheShape:
     """The cache of one rank, without its number of blocks."""
 
-    num_layers: int  # that have keys and values
-    kv_heads: int  # on the rank
-    head_dim: int
+    # of each layer that has keys and values: KV heads on the rank, and dimensions of one
+    heads: tuple[tuple[int, int], ...]
     itemsize: int  # bytes of a number
     block_size: int  # tokens in a block
     # the mixtures whose chosen experts are recorded; None records nothing
@@ -72,15 +71,13 @@ class CacheShape:
         experts: Experts | None = None,
     ) -> CacheShape:
         """Return the cache of a model on one of `tp_size` ranks."""
-        cached = attention_of(spec).cached
+        layers = [sizes.cached for sizes in attention_layers(spec) if sizes.cached.heads]
         return cls(
-            num_layers=spec.num_layers - (0 if spec.delta is None else sum(spec.delta.layers)),
-            kv_heads=cached.on_rank(tp_size),
-            head_dim=cached.key_dim,
+            heads=tuple((cached.on_rank(tp_size), cached.key_dim) for cached in layers),
             itemsize=itemsize,
             block_size=block_size,
             experts=experts,
-            values_in_keys=cached.values_in_keys,
+            values_in_keys=layers[0].values_in_keys if layers else None,
             states=None if spec.delta is None else StateShape.on_rank(spec.delta, tp_size),
         )
 
@@ -92,8 +89,8 @@ class CacheShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token: its keys and values, and the record of its experts."""
-        pairs = self.stores * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
-        return pairs + self.record_bytes
+        numbers = sum(kv_heads * head_dim for kv_heads, head_dim in self.heads)
+        return self.stores * numbers * self.itemsize + self.record_bytes
 
     @property
     def record_bytes(self) -> int:

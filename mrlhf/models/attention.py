@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mrlhf.parallel.packed_sequences import Rotation
 
 _SCORES = 1 << 24  # that are in memory at once, where scores are capped by torch
+_WIDEST = 256  # dimensions of a head in FlashAttention
 _MOST_GAP = 0.05  # of the largest number, between two ways; bfloat16 rounds by 0.004
 _log = logging.getLogger(__name__)
 
@@ -239,6 +240,10 @@ def _attend_by_torch(
             q.flatten(1, 2)[:, :, None], k, v, seen.repeat_interleave(heads, dim=-2), scale, None
         )
         return rows.view(*q.shape[:3], v.shape[-1])
+    if q.is_cuda and q.shape[-1] > _WIDEST and q.shape[2] != k.shape[2]:
+        # Each query head gets a copy: torch has no kernel for wider heads that share a KV head,
+        # and would keep the scores of all pairs.
+        k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for part in (k, v))
     output = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -298,7 +303,7 @@ def _has_varlen(query: Tensor, key: Tensor) -> bool:
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
+        and query.shape[-1] <= _WIDEST
         and {"scale", "window_size"} <= _varlen_options()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and _varlen_works(query.dtype, query.shape[2], query.shape[3])

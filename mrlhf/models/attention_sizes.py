@@ -66,11 +66,12 @@ class AttentionSizes:
 @lru_cache(maxsize=8)
 def attention_layers(spec: ModelSpec) -> tuple[AttentionSizes, ...]:
     """Return the sizes of each layer's attention, or of what it has in its place."""
-    attention = attention_of(spec)
+    attention = tuple(attention_of(spec.of_layer(layer)) for layer in range(spec.num_layers))
     if spec.delta is None:
-        return (attention,) * spec.num_layers
+        return attention
     net = _of_delta_net(spec.hidden_size, spec.delta)
-    return tuple(net if is_delta else attention for is_delta in spec.delta.layers)
+    kinds = zip(spec.delta.layers, attention, strict=True)
+    return tuple(net if is_delta else sizes for is_delta, sizes in kinds)
 
 
 @lru_cache(maxsize=8)
@@ -82,23 +83,25 @@ def attention_kinds(spec: ModelSpec) -> tuple[tuple[AttentionSizes, float], ...]
 
 @lru_cache(maxsize=8)
 def attention_of(spec: ModelSpec) -> AttentionSizes:
-    """Return the sizes of the attention of each layer that has some."""
+    """Return the sizes of attention with the heads of `spec`; see `ModelSpec.of_layer`."""
     if spec.latent is not None:
         return _of_latents(spec, spec.latent)
     hidden = spec.hidden_size
     queries = spec.num_heads * spec.head_dim
-    keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
+    keys = spec.num_kv_heads * spec.head_dim
+    projected = keys if spec.keys_are_values else 2 * keys
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
     copies = 3 if spec.qk_norm == "none" else 4
     gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
     return AttentionSizes(
         products=(
-            Product(hidden, queries + gates + keys_and_values, dim=0),
+            Product(hidden, queries + gates + projected, dim=0),
             Product(queries, hidden, dim=1),
         ),
         pair_products=2 * queries,
-        keys_and_values=keys_and_values,
-        kept=copies * (queries + keys_and_values // 2) + 3 * gates,
+        keys_and_values=2 * keys,
+        # A norm of values gives one more copy of them; if they are the keys, they are no other.
+        kept=copies * (queries + keys) + 3 * gates + (projected - keys) * spec.norms_values,
         cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
     )
 

@@ -15,7 +15,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_files import EXPERTS
 from mrlhf.models.families import family_of
 from mrlhf.models.lora import trained_shapes
-from mrlhf.models.parameters import keeps_float32
+from mrlhf.models.parameters import never_trains
 from mrlhf.models.spec import ModelSpec
 
 _WEIGHT = ".weight"
@@ -55,7 +55,7 @@ def check_frozen_tensors(spec: ModelSpec) -> None:
     """Raise a ConfigError if nothing trains, or if what trains cannot be parted from the rest."""
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
-    if all(map(keeps_float32, trained_shapes(shapes, spec, family.scalar_head))):
+    if all(map(never_trains, trained_shapes(shapes, spec, family.scalar_head))):
         raise ConfigError("freeze leaves nothing to train; name fewer tensors")
     if spec.lora is not None:
         return  # of the base nothing trains

@@ -25,9 +25,22 @@ from mrlhf.models.norms import RMSNorm
 from mrlhf.models.ops import halves
 from mrlhf.models.rope import Rope
 from mrlhf.models.self_attention import CoreAttention
-from mrlhf.models.spec import Latent
+from mrlhf.models.spec import Indexer, Latent
 from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences
+
+
+class IndexerWeights(torch.nn.Module):
+    """The weights of an indexer, which are kept for files and not trained."""
+
+    def __init__(self, config: TransformerConfig, indexer: Indexer, q_rank: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.wq_b = WholeLinear(config, q_rank, indexer.heads * indexer.head_dim)
+        self.wk = WholeLinear(config, hidden, indexer.head_dim)
+        self.k_norm = torch.nn.LayerNorm(indexer.head_dim, dtype=config.params_dtype)
+        self.weights_proj = WholeLinear(config, hidden, indexer.heads)
+        self.requires_grad_(False)
 
 
 class LatentSelfAttention(TokenMixing, MegatronModule):
@@ -45,6 +58,7 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
         latent: Latent,
         rope: Rope,
         pg_collection: ProcessGroupCollection,
+        indexer: Indexer | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -82,6 +96,9 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
         self.linear_proj = RowLinear(
             heads * latent.value_dim, hidden, input_is_parallel=True, **options
         )
+        if indexer is not None:
+            assert latent.q_rank is not None, "its queries come from latents"
+            self.indexer = IndexerWeights(config, indexer, latent.q_rank)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [tokens, heads * head_dim], k and v before the rotated part of k is added, and

@@ -26,20 +26,29 @@ from torch import Tensor
 
 from mrlhf.models.delta_net import GatedDeltaNet
 from mrlhf.models.latent_attention import LatentSelfAttention
-from mrlhf.models.linear import BiasedColumnLinear, BiasedRowLinear, ColumnLinear, RowLinear
+from mrlhf.models.linear import (
+    BiasedColumnLinear,
+    BiasedRowLinear,
+    ColumnLinear,
+    KeysAsValuesLinear,
+    RowLinear,
+    whole_parameter,
+)
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture import MixtureLayer
 from mrlhf.models.norms import (
     NormedPlusOneRowLinear,
     NormedRowLinear,
+    NormedWideRowLinear,
     ProjectionNormAttention,
     RMSNorm,
     RMSNormPlusOne,
+    WideRMSNorm,
 )
 from mrlhf.models.ops import gated
 from mrlhf.models.rope import Rope, rope_of
 from mrlhf.models.self_attention import CoreAttention, TensorParallelSelfAttention
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import Indexer, ModelSpec
 
 
 class GatedActivation(torch.nn.Module):
@@ -62,15 +71,32 @@ class GeluGatedActivation(GatedActivation):
         return gated(gate_up, "gelu_tanh")
 
 
+class ScaledLayer(TransformerLayer):
+    """megatron-core's layer, whose output is multiplied by a number that is not trained."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.layer_scalar = whole_parameter(config, 1, value=1.0).requires_grad_(False)
+
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute the layer, as TransformerLayer does."""
+        hidden_states, context = super().forward(*arguments, **options)
+        return hidden_states * self.layer_scalar, context
+
+
 def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> TransformerBlockSubmodules:
     """Return the decoder of a chunk with these `layers`, numbered in the whole model."""
     make = transformer_engine_layer if transformer_engine else plain_layer
-    by_rope = {rope: make(spec, rope) for rope in set(spec.ropes)}
+    # Layers that rotate alike have the same heads.
+    by_rope = {rope: make(spec.of_layer(spec.ropes.index(rope)), rope) for rope in set(spec.ropes)}
     layer_specs = []
     for layer in layers:
         dense = by_rope[spec.ropes[layer]]
         if spec.has_delta(layer):
             dense = delta_layer(spec, dense)
+        indexer = spec.indexer_of(layer)
+        if indexer is not None:
+            dense = indexed_layer(dense, indexer)
         layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_norm(spec))
 
@@ -78,6 +104,13 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
 def delta_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
     """Return the layer with a gated delta net in place of a dense layer's attention."""
     attention = ModuleSpec(module=GatedDeltaNet, params={"net": spec.delta})
+    return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
+
+
+def indexed_layer(dense: ModuleSpec, indexer: Indexer) -> ModuleSpec:
+    """Return the layer with an indexer beside a dense layer's latent attention."""
+    latent = dense.submodules.self_attention
+    attention = replace(latent, params=latent.params | {"indexer": indexer})
     return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
 
 
@@ -108,7 +141,7 @@ def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     submodules_of(layer.submodules.mlp).activation_func = GatedActivation
     attention = layer.submodules.self_attention
     attention.module = TensorParallelSelfAttention
-    attention.params["rope"] = _rope(spec, rope)
+    attention.params |= {"spec": spec, "rope": _rope(spec, rope)}
     return layer
 
 
@@ -125,7 +158,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     norm = _norm(spec) if spec.norms_before else IdentityOp
 
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ScaledLayer if spec.scales_layers else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=_attention(spec, rope),
@@ -148,7 +181,7 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         return ModuleSpec(module=LatentSelfAttention, params=params)
     head_norm = _norm(spec) if spec.qk_norm == "head" else IdentityOp
     submodules = SelfAttentionSubmodules(
-        linear_qkv=ColumnLinear,
+        linear_qkv=KeysAsValuesLinear if spec.keys_are_values else ColumnLinear,
         core_attention=CoreAttention,
         linear_proj=_row_linear(spec, spec.o_bias),
         q_layernorm=head_norm,
@@ -161,16 +194,23 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         ),
         params={
             "attn_mask_type": AttnMaskType.causal,
+            "spec": spec,
             "rope": _rope(spec, rope),
-            "has_sinks": spec.has_sinks,
-            "cap": spec.attention_cap,
         },
         submodules=submodules,
     )
 
 
+# By what is added to its weight: a norm alone, and one after a linear layer.
+_NORMS: dict[float | None, tuple[type[RMSNorm], type[NormedRowLinear]]] = {
+    None: (RMSNorm, NormedRowLinear),
+    0.0: (WideRMSNorm, NormedWideRowLinear),
+    1.0: (RMSNormPlusOne, NormedPlusOneRowLinear),
+}
+
+
 def _norm(spec: ModelSpec) -> type[RMSNorm]:
-    return RMSNormPlusOne if spec.norms_add_one else RMSNorm
+    return _NORMS[spec.norm_offset][0]
 
 
 def _rope(spec: ModelSpec, kind: str | None) -> Rope | None:
@@ -180,7 +220,7 @@ def _rope(spec: ModelSpec, kind: str | None) -> Rope | None:
 def _row_linear(spec: ModelSpec, bias: bool) -> type[RowLinear]:
     assert not (bias and spec.norms_after), "a bias is not normalised"
     if spec.norms_after:
-        return NormedPlusOneRowLinear if spec.norms_add_one else NormedRowLinear
+        return _NORMS[spec.norm_offset][1]
     return BiasedRowLinear if bias else RowLinear
 
 

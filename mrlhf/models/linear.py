@@ -63,6 +63,16 @@ class ColumnLinear(ColumnParallelLinear):
         return adapted(output, self.adapters, x), bias
 
 
+class KeysAsValuesLinear(ColumnLinear):
+    """The linear layer of queries and keys, in the place of one that has as many values too."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        output_size -= config.num_query_groups * config.kv_channels
+        super().__init__(input_size, output_size, config=config, **options)
+
+
 class RowLinear(RowParallelLinear):
     """A linear layer with columns split over ranks; megatron-core counts them as rows."""
 

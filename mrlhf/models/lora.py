@@ -33,12 +33,13 @@ def without_adapters(spec: ModelSpec) -> ModelSpec:
 def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
     """Return the linear layers that a parameter holds, each once; none if it holds no matrix.
 
-    Embeddings and output layers do not count, nor do gates of one row, nor experts whose matrices
-    are no `.weight` of a module of their own, which peft cannot name one by one.
+    Embeddings and output layers do not count, nor do gates of one row, indexers, which never train,
+    nor experts whose matrices are no `.weight` of a module of their own, which peft cannot name one
+    by one.
     """
     name = rule.names[0]
     shape = shapes.get(name, ())
-    is_layer = ".layers." in name and name.endswith(".weight")
+    is_layer = ".layers." in name and name.endswith(".weight") and ".indexer." not in name
     if len(shape) != 2 or shape[0] == 1 or not is_layer:
         return []
     return [tensor.removesuffix(".weight") for tensor in dict.fromkeys(rule.names)]

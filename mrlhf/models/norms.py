@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.linear import RowLinear, split_parameter, whole_parameter
-from mrlhf.models.ops import rms_norm, rms_norm_plus_one
+from mrlhf.models.ops import rms_norm, wide_rms_norm
 from mrlhf.models.self_attention import TensorParallelSelfAttention
 
 
@@ -33,12 +33,20 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class RMSNormPlusOne(RMSNorm):
-    """RMSNorm that multiplies by 1 + its weight, as in Hugging Face's Gemma."""
+class WideRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by its weight in float32, as in Hugging Face's Gemma 4."""
+
+    offset = 0.0  # added to the weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., hidden] normalised, in its dtype."""
-        return rms_norm_plus_one(x, self.weight, self.eps)
+        return wide_rms_norm(x, self.offset + self.weight.float(), self.eps)
+
+
+class RMSNormPlusOne(WideRMSNorm):
+    """RMSNorm that multiplies by 1 + its weight, as in Hugging Face's Gemma 2 and 3."""
+
+    offset = 1.0
 
 
 class NormedRowLinear(RowLinear):
@@ -57,6 +65,12 @@ class NormedRowLinear(RowLinear):
         output, bias = super().forward(x)
         assert bias is None
         return self.output_norm(output), None
+
+
+class NormedWideRowLinear(NormedRowLinear):
+    """A linear layer as `NormedRowLinear`, whose norm multiplies in float32."""
+
+    norm = WideRMSNorm
 
 
 class NormedPlusOneRowLinear(NormedRowLinear):

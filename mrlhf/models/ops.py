@@ -31,9 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _GpuNorm.apply(x, weight, eps) if serves(x, weight) else torch_rms_norm(x, weight, eps)
 
 
-def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` by 1 + `weight`, rounded once to `x`'s dtype, as in Hugging Face's Gemma."""
-    gain = 1.0 + weight.float()
+def wide_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """`rms_norm` by a float32 `gain`, rounded once to `x`'s dtype, as in Hugging Face's Gemma."""
     if x.dtype == torch.float32:
         return rms_norm(x, gain, eps)
     return (_GpuNorm if serves(x) else _WideNorm).apply(x, gain, eps)

@@ -135,22 +135,13 @@ def _misfits(
 ) -> list[str]:
     """Name the sizes of the model that `tp` ranks cannot share as they must."""
     heads = spec.num_heads
-    kv_heads = spec.num_kv_heads
     misfits = []
     if heads % tp:
         # Key and value heads divide the attention heads, so that theirs is the same problem.
         misfits.append(f"{heads} attention heads")
-    elif kv_heads % tp and tp % kv_heads:
-        misfits.append(
-            f"{kv_heads} key and value heads (it must divide them or be a multiple of them)"
-        )
-    elif tp > kv_heads and spec.qk_norm == "projection":
-        misfits.append(f"{kv_heads} key and value heads (which share one norm)")
-    elif tp > kv_heads and not whole_kv_heads and kv_heads * spec.head_dim % tp:
-        misfits.append(
-            f"{kv_heads} key and value heads of {spec.head_dim} rows (the {tp // kv_heads} ranks "
-            "of a head hold equal parts of it)"
-        )
+    else:
+        found = (_kv_misfit(tp, kind, whole_kv_heads) for kind in spec.head_kinds)
+        misfits += [misfit for misfit in found if misfit is not None]
 
     if spec.delta is not None and spec.delta.key_heads % tp:
         misfits.append(f"{spec.delta.key_heads} key heads of its delta nets")
@@ -162,6 +153,21 @@ def _misfits(
     if misfit is not None:
         misfits.append(misfit)
     return misfits
+
+
+def _kv_misfit(tp: int, spec: ModelSpec, whole_kv_heads: bool) -> str | None:
+    """Name the key and value heads that `tp` ranks cannot share as they must, if so."""
+    kv_heads = spec.num_kv_heads
+    if kv_heads % tp and tp % kv_heads:
+        return f"{kv_heads} key and value heads (it must divide them or be a multiple of them)"
+    if tp > kv_heads and spec.qk_norm == "projection":
+        return f"{kv_heads} key and value heads (which share one norm)"
+    if tp > kv_heads and not whole_kv_heads and kv_heads * spec.head_dim % tp:
+        return (
+            f"{kv_heads} key and value heads of {spec.head_dim} rows (the {tp // kv_heads} ranks "
+            "of a head hold equal parts of it)"
+        )
+    return None
 
 
 def _one_of(sizes: list[str]) -> str:

@@ -49,6 +49,12 @@ def keeps_float32(parameter: str) -> bool:
     return parameter.endswith((".router.correction", ".e_score_correction_bias"))
 
 
+def never_trains(parameter: str) -> bool:
+    """Whether no model trains a parameter."""
+    is_fixed = parameter.endswith(".layer_scalar") or ".indexer." in parameter
+    return keeps_float32(parameter) or is_fixed
+
+
 def is_hidden_matrix(parameter: str) -> bool:
     """Whether it holds matrices of hidden layers: no embedding, output, router or gate."""
     return parameter.endswith(_LINEAR)

@@ -78,9 +78,10 @@ def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
     """Return the rotation of the layers with this entry of `spec.ropes`."""
     parameters = _parameters(spec, kind)
     rope_type = parameters["rope_type"]
+    rotary_dim = spec.of_layer(spec.ropes.index(kind)).rotary_dim
     if rope_type == "default":
-        even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64)
-        exponents = even.to(torch.float32) / spec.rotary_dim
+        even = torch.arange(0, rotary_dim, 2, dtype=torch.int64)
+        exponents = even.to(torch.float32) / rotary_dim
         return Rope(1.0 / (parameters["rope_theta"] ** exponents), 1.0)
 
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](
@@ -88,7 +89,7 @@ def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
         torch.device("cpu"),
         layer_type=None if kind == WHOLE_MODEL else kind,
     )
-    assert 2 * len(frequencies) == spec.rotary_dim, (len(frequencies), spec.rotary_dim)
+    assert 2 * len(frequencies) == rotary_dim, (len(frequencies), rotary_dim)
     return Rope(frequencies.to(torch.float32), float(scale))
 
 

@@ -6,6 +6,7 @@ gets the KV head of its query heads. `attention` computes what the heads attend 
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from mrlhf.models.attention import attend, rotated
 from mrlhf.models.linear import split_parameter
+from mrlhf.models.ops import wide_rms_norm
 from mrlhf.models.rope import Rope
+from mrlhf.models.spec import ModelSpec
 from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
 
@@ -96,17 +99,22 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         self,
         config: TransformerConfig,
         *,
+        spec: ModelSpec,
         rope: Rope | None,
-        has_sinks: bool = False,
-        cap: float | None = None,
         **options: Any,
     ) -> None:
+        """Make the attention of a layer; `spec` has its heads, which may be others than most."""
+        config = copy(config)
+        config.num_query_groups = spec.num_kv_heads
+        config.kv_channels = spec.head_dim
         super().__init__(config=config, **options)
         self._rope = rope
-        self._cap = cap
+        self._cap = spec.attention_cap
+        self._norms_values = spec.norms_values
+        self._stored = 1 if spec.keys_are_values else 2  # of each KV head, in `linear_qkv`
         self.recomputes = self.checkpoint_core_attention
         self.sinks: torch.nn.Parameter | None = None
-        if has_sinks:
+        if spec.has_sinks:
             heads = config.num_attention_heads // self.world_size
             self.sinks = split_parameter(config, heads)
 
@@ -122,9 +130,9 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         else:
             head_dim = self.hidden_size_per_attention_head
             mixed = mixed.unflatten(-1, (kv_heads // self.world_size, -1, head_dim))
-            query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
-            key = key.squeeze(2)
-            value = value.squeeze(2)
+            query = mixed[:, :, : -self._stored]
+            key = mixed[:, :, -self._stored]
+            value = mixed[:, :, -1]
 
         gate: list[Tensor] = []
         if self.config.attention_output_gate:
@@ -132,24 +140,27 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         if self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp):
             query = self.q_layernorm(query.flatten(1, 2)).view(query.shape)
             key = self.k_layernorm(key)
+        if self._norms_values:
+            ones = torch.ones(value.shape[-1], dtype=torch.float32, device=value.device)
+            value = wide_rms_norm(value, ones, self.config.layernorm_epsilon)
         return query, key, value, *gate
 
     def _gather_shares(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's q, and the one k and v for it, out of all ranks' shares."""
         head_dim = self.hidden_size_per_attention_head
-        q_width = mixed.shape[-1] - 2 * self.kv_projection_size // self.world_size
+        q_width = mixed.shape[-1] - self._stored * self.kv_projection_size // self.world_size
         query = mixed[..., :q_width].unflatten(-1, (1, -1, head_dim))
 
-        # Each rank has the same share of k, followed by the same share of v.
+        # Each rank has the same share of k, followed by the same share of v if there is one.
         shares = all_gather_last_dim_from_tensor_parallel_region(
             mixed[..., q_width:], group=self.tp_group
         )
         ranks_per_head = self.world_size // self.config.num_query_groups
         first = self.tp_group.rank() // ranks_per_head * ranks_per_head
-        shares = shares.unflatten(-1, (self.world_size, 2, -1))
+        shares = shares.unflatten(-1, (self.world_size, self._stored, -1))
         shares = shares[..., first : first + ranks_per_head, :, :]
-        key, value = shares.transpose(-3, -2).flatten(-2).unsqueeze(-3).unbind(-2)
-        return query, key, value
+        heads = shares.transpose(-3, -2).flatten(-2).unsqueeze(-3).unbind(-2)
+        return query, heads[0], heads[-1]
 
     def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, heads * head_dim]."""

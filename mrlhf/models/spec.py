@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -99,6 +100,29 @@ class Latent:
     value_dim: int  # of a head; at most that of keys
     interleaved: bool  # whether neighbours are rotated by one angle, instead of halves
     norm_eps: float = 1e-6  # of the norms of latents, whatever the model's other norms have
+    indexer: Indexer | None = None  # of sparse attention
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """What chooses the tokens that each token attends to, in sparse attention.
+
+    Models here hold its weights and do not compute it: among `most` tokens it chooses all.
+    """
+
+    heads: int
+    head_dim: int
+    layers: tuple[bool, ...]  # those that have one; the others take the choice of the one before
+    most: int  # tokens that it chooses
+
+
+@dataclass(frozen=True)
+class GlobalHeads:
+    """The heads of layers without a window, in a model where these have others than the rest."""
+
+    kv_heads: int
+    head_dim: int
+    keys_are_values: bool  # see `ModelSpec`
 
 
 DELTA_CHUNK = 64
@@ -232,7 +256,13 @@ class ModelSpec:
     # whether softmax of attention has one more logit for each query head, a weight, without a value
     has_sinks: bool = False
     norms: Norms = "before"  # whether inputs of attention and MLP are normalised, outputs, or both
-    norms_add_one: bool = False  # every norm multiplies by 1 + its weight, in float32
+    # every norm multiplies by this + its weight, in float32; None: by its weight, after rounding
+    norm_offset: float | None = None
+    norms_values: bool = False  # whether each head of v has an RMSNorm too, without a weight
+    keys_are_values: bool = False  # whether v is k before its norm, and there is no v_proj
+    global_heads: GlobalHeads | None = None  # of layers without a window; None: as of the others
+    # whether the output of each layer is multiplied by a number that is not trained
+    scales_layers: bool = False
     activation: Activation = "silu"  # of the gate of every dense MLP
     fused_tensors: bool = False  # whether checkpoints have q, k, v in one tensor, and gate and up
     embedding_multiplier: float = 1.0  # the embeddings are multiplied by it
@@ -250,6 +280,22 @@ class ModelSpec:
     lora: Lora | None = None  # None if all weights are those of the checkpoint
     frozen: frozenset[str] = frozenset()  # tensors of the base that do not train; see `freezing`
     labels: tuple[str, ...] = ()  # names of a scalar model's numbers; empty: one without a name
+
+    def of_layer(self, layer: int) -> ModelSpec:
+        """The model with the heads of the layer with this number."""
+        if self.global_heads is None or self.windows[layer] is not None:
+            return self
+        return _with_global_heads(self)
+
+    def indexer_of(self, layer: int) -> Indexer | None:
+        """The indexer of the layer with this number, if it has one."""
+        indexer = None if self.latent is None else self.latent.indexer
+        return indexer if indexer is not None and indexer.layers[layer] else None
+
+    @property
+    def head_kinds(self) -> tuple[ModelSpec, ...]:
+        """The model with each kind of heads that a layer has."""
+        return tuple(dict.fromkeys(map(self.of_layer, range(self.num_layers))))
 
     @property
     def output_is_embedding(self) -> bool:
@@ -308,7 +354,7 @@ class ModelSpec:
     def needs_own_layers(self) -> bool:
         """Whether the model has what TransformerEngine's layers lack."""
         has_biases = self.o_bias or self.mlp_bias
-        has_norms = self.norms_after or self.qk_norm == "projection" or self.norms_add_one
+        has_norms = self.norms_after or self.qk_norm == "projection" or self.norm_offset is not None
         multiplies = self.residual_multiplier != 1.0
         is_other = self.latent is not None or self.delta is not None
         has_more = self.has_sinks or self.output_gate or self.attention_cap is not None
@@ -324,17 +370,38 @@ class ModelSpec:
         """Whether a layer has a dense MLP."""
         return self.experts is None or not all(self.experts.layers)
 
-    def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> Sizes:
+    def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> list[Sizes]:
         """The sizes at which kernels are tried for this model; `page` is that of the KV cache."""
-        group = self.num_heads // self.num_kv_heads
         delta = None
         if self.delta is not None:
             net = self.delta
             delta = (net.value_heads // net.key_heads, net.key_dim, net.value_dim, net.taps)
-        wide = self.norms_add_one
-        caps = self.attention_cap is not None
-        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, wide, delta, caps)
+        more = (self.norm_offset is not None, delta, self.attention_cap is not None)
+        return [
+            Sizes(
+                kind.head_dim,
+                kind.num_heads // kind.num_kv_heads,
+                *(self.hidden_size, page, dtype),
+                *more,
+            )
+            for kind in self.head_kinds
+        ]
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding rows over all `tp` ranks, padding included."""
         return -(-self.vocab_size // tp) * tp
+
+
+@lru_cache(maxsize=8)
+def _with_global_heads(spec: ModelSpec) -> ModelSpec:
+    """The model with the heads of its layers without a window in all layers."""
+    heads = spec.global_heads
+    assert heads is not None
+    return replace(
+        spec,
+        num_kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        rotary_dim=heads.head_dim,
+        keys_are_values=heads.keys_are_values,
+        global_heads=None,
+    )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mrlhf.models.attention_sizes import attention_kinds
+from mrlhf.models.attention_sizes import attention_kinds, attention_layers
 from mrlhf.models.flops import visible_pairs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
@@ -125,11 +125,11 @@ class Passes:
         """Operations of attention in one layer, the mean of those with and without a window."""
         spec = self.spec
         length = max(1, round(work.length))
-        pairs = sum(visible_pairs(length, window) for window in spec.windows) / spec.num_layers
         products = 0.0
-        for sizes, share in attention_kinds(spec):
-            products += share * (sizes.pair_products * pairs / length + sizes.token_products)
-        return 2 * products / self.layout.tp * work.tokens
+        for sizes, window in zip(attention_layers(spec), spec.windows, strict=True):
+            pairs = visible_pairs(length, window) / length
+            products += sizes.pair_products * pairs + sizes.token_products
+        return 2 * products / spec.num_layers / self.layout.tp * work.tokens
 
     def _activations(self, work: Work) -> float:
         """Seconds that it takes to read once what a layer keeps for the backward pass."""

@@ -79,7 +79,8 @@ class Activations:
         numbers = stages.numbers_on(self.stage)
         layers_of = [stages.layers(number, self.spec.num_layers) for number in numbers]
         # Until its backward pass a chunk also keeps its output, and the angles of rotation.
-        beside = self._residual + 4 * self.spec.head_dim * self._tokens
+        angles = 4 * sum(kind.head_dim for kind in self.spec.head_kinds)
+        beside = self._residual + angles * self._tokens
         kept = [sum(map(self._kept, layers)) + beside for layers in layers_of]
         # From and to other stages: the input of the next pass, the gradient that was sent last.
         exchanged = self._residual * (2 if self.layout.vpp > 1 else min(self.stage, 1))

@@ -18,6 +18,7 @@ from mrlhf.models.parameters import (
     chunks_of,
     is_hidden_matrix,
     keeps_float32,
+    never_trains,
     part_pieces,
     trained_tensors,
 )
@@ -115,9 +116,8 @@ def _of_part(
 
     for piece in part_pieces(spec, part, *cut):
         count = math.prod(piece.shape(piece.start, piece.stop))
-        stays_float32 = keeps_float32(piece.parameter)
-        weights += count * (4 if stays_float32 else itemsize)
-        if piece.name in trained and not stays_float32:
+        weights += count * (4 if keeps_float32(piece.parameter) else itemsize)
+        if piece.name in trained and not never_trains(piece.parameter):
             moments = 1 if is_muon and is_hidden_matrix(piece.parameter) else 2
             states = 4 * (moments + (itemsize < 4))
             gradients += 4 * count

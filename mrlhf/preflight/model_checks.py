@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +73,12 @@ class CacheNeeds:
 
     def __str__(self) -> str:
         shape = self.shape
-        pairs = (
-            f"{shape.stores} x {shape.num_layers} layers x {shape.kv_heads} KV heads x "
-            f"{shape.head_dim} x {shape.itemsize} bytes"
+        layers = " + ".join(
+            f"{count} layers x {kv_heads} KV heads x {head_dim}"
+            for (kv_heads, head_dim), count in Counter(shape.heads).items()
         )
+        layers = f"({layers})" if " + " in layers else layers
+        pairs = f"{shape.stores} x {layers} x {shape.itemsize} bytes"
         if shape.record_bytes:
             pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
         states = ""
@@ -361,8 +364,14 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
         if spec is None or spec.max_positions >= longest or role.path in reported:
             continue
         reported.add(role.path)
+        file = Path(role.path) / "config.json"
+        limit = f"max_position_embeddings {spec.max_positions} ({file})"
+        if spec.latent is not None and spec.latent.indexer is not None:
+            limit = (
+                f"index_topk {spec.max_positions} ({file}), and attention to a choice among more "
+                "tokens is not supported"
+            )
         yield (
-            f"{name}: the longest sequence, {longest} tokens, is beyond the model's "
-            f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
-            f"lower {lengths}"
+            f"{name}: the longest sequence, {longest} tokens, is beyond the model's {limit}; lower "
+            f"{lengths}"
         )

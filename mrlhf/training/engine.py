@@ -96,7 +96,8 @@ class ModelEngine:
         self._shapes = self._family.tensor_shapes(spec)
 
         if device.kind == "cuda":
-            try_kernels(spec.kernel_sizes(self.dtype))
+            for sizes in spec.kernel_sizes(self.dtype):
+                try_kernels(sizes)
         built = build_model(
             spec,
             groups,

@@ -3,7 +3,7 @@
 Each named tensor is drawn whole, from a generator of its own, which is seeded by a hash of the
 run's seed and the tensor's name. So every rank that holds a slice of a tensor sees the same
 numbers. One full tensor at a time is in memory. This file does not know models: a tensor's name
-says whether it is a norm, a bias, a factor of an adapter or another matrix.
+says whether it is a norm, a bias, a factor of a layer or of an adapter, or another matrix.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def initialise(
     scalar_head: str | None = None,
     head_std: float = 0.02,
 ) -> None:
-    """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std), as transformers
-    does, and adapters as peft does.
+    """Fill `slots` with norms and factors of layers of 1, biases of 0 and matrices drawn from
+    N(0, std), as transformers does, and adapters as peft does.
 
     `shapes` has the full shape of every tensor of the model, of which `slots` may be a part. `std`
     is `initializer_range` of a `config.json`; the tensor `scalar_head` has a `head_std` of its own.
@@ -44,7 +44,7 @@ def initialise(
 
 
 def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", ".layer_scalar")):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
     if name.endswith(("bias", ".lora_B.weight")):
         return torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -75,6 +75,7 @@ GRADIENTS: dict[str, Recompute] = {
     "olmo3": "mlp",
     "gemma2": "core_attn",
     "gemma3": "core_attn",
+    "gemma4": "core_attn",
 }
 
 
@@ -109,6 +110,8 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "gpt-oss": "core_attn",
     "deepseek-v3": "core_attn",
     "glm4-moe-lite": "none",
+    "deepseek-v32": "none",
+    "glm-moe-dsa": "core_attn",
     "qwen3-next": "core_attn",
     "qwen3-5": "full",
     "qwen3-5-adapted": "none",
@@ -148,6 +151,13 @@ DELTA_LAYOUTS = {
         AxisSizes(pp=2, pp_layers=(1, 3)),
         AxisSizes(cp=2),
     ],
+}
+
+# And for models with indexers, which are whole on every rank.
+INDEXER_LAYOUTS = {
+    1: [],
+    2: [AxisSizes(tp=2), AxisSizes(cp=2), AxisSizes(ep=2)],
+    4: [AxisSizes(tp=2, pp=2), AxisSizes(pp=2, vpp=2, ep=2)],
 }
 
 
@@ -279,6 +289,7 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
     names = MIXTURES if world_size != 2 else (*MIXTURES, "glm4-moe-lite")
     cases = [(sizes, names) for sizes in MIXTURE_LAYOUTS[world_size]]
     cases += [(sizes, ("gpt-oss",)) for sizes in SINK_LAYOUTS[world_size]]
+    cases += [(sizes, ("deepseek-v32", "glm-moe-dsa")) for sizes in INDEXER_LAYOUTS[world_size]]
     for worst in run_ranks(world_size, _mixture_parity, str(references), cases):
         assert max(worst.values()) < 1e-4, worst
 

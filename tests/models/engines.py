@@ -81,6 +81,8 @@ def random_model(config: transformers.PreTrainedConfig, seed: int = 0) -> Any:
     for key, buffer in model.named_buffers():
         if "correction" in key:
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        if "layer_scalar" in key:
+            buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -114,6 +115,7 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
 
 def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
     common = {**sizes, "head_dim": 16, "sliding_window": 7, "pad_token_id": None}
+    by_turns = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
     return {
         "gemma2": Gemma2Config(
             **common,
@@ -125,10 +127,27 @@ def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             **common,
             query_pre_attn_scalar=20,
             final_logit_softcapping=4.0,
-            layer_types=["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2),
+            layer_types=by_turns,
             rope_parameters={
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
+            },
+        ),
+        "gemma4": Gemma4TextConfig(
+            **common,
+            global_head_dim=24,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=4.0,
+            layer_types=by_turns,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 20000.0,
+                    "partial_rotary_factor": 0.5,
+                },
             },
         ),
     }
@@ -147,4 +166,5 @@ FEATURE_MODELS = (
     "olmo3",
     "gemma2",
     "gemma3",
+    "gemma4",
 )

@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -37,6 +39,7 @@ _GROUPS = {
     "pad_token_id": None,
     **_EXPERTS,
 }
+_INDEXER = {"index_topk": 4096, "index_head_dim": 10, "index_n_heads": 3}
 
 
 def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
@@ -95,6 +98,23 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             q_lora_rank=None,
             rope_interleave=False,
             mlp_layer_types=["sparse", "dense", *["sparse"] * (layers - 2)],
+        ),
+        # Sparse attention chooses all tokens of sequences that are no longer.
+        "deepseek-v32": deepseek_config(
+            sizes,
+            DeepseekV32Config,
+            q_lora_rank=20,
+            **_INDEXER,
+            rope_parameters=yarn
+            | {"rope_theta": 10000.0, "factor": 6.0, "mscale": 1.0, "mscale_all_dim": 0.8},
+        ),
+        "glm-moe-dsa": deepseek_config(
+            sizes,
+            GlmMoeDsaConfig,
+            q_lora_rank=22,
+            **_INDEXER,
+            indexer_types=["full", *["shared", "full"] * layers][:layers],
+            mlp_layer_types=["dense", *["sparse"] * (layers - 1)],
         ),
         **_delta_configs(sizes),
     }

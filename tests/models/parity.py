@@ -80,6 +80,8 @@ def save_reference(directory: Path, config: PretrainedConfig, is_adapted: bool) 
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("correction_bias"):
             buffer.copy_(0.2 * torch.randn_like(buffer))
+        if buffer_name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     if is_adapted:
         factors = directory.with_name(f"{directory.name}-factors")
         save_adapter(model, factors, torch.Generator().manual_seed(7))

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    DeepseekV32Config,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -308,6 +310,58 @@ GEMMA_2: dict[str, Any] = {
 }
 
 
+# As public repositories quote the language model of gemma-4-31B, and its other keys.
+GEMMA_4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "image_token_id": 258880,
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": True,
+        "bos_token_id": 2,
+        "dtype": "bfloat16",
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {"model_type": "gemma4_vision"},
+}
+
+
 # By the name of a repository: its `config.json`.
 FILES = {
     "DeepSeek-V3": DEEPSEEK_V3,
@@ -317,6 +371,7 @@ FILES = {
     "Qwen3.5-35B-A3B": QWEN3_5_MOE,
     "gpt-oss-120b": gpt_oss(36, 128),
     "gemma-2-27b-it": GEMMA_2,
+    "gemma-4-31B": GEMMA_4,
 }
 
 
@@ -376,7 +431,21 @@ def _configs() -> dict[str, PretrainedConfig]:
             max_position_embeddings=40960,
             tie_word_embeddings=False,
         ),
-        "GLM-4.7-Flash": Glm4MoeLiteConfig(),  # its defaults are the published values
+        # Their defaults are the published values.
+        "GLM-4.7-Flash": Glm4MoeLiteConfig(),
+        "GLM-5": GlmMoeDsaConfig(),
+        "DeepSeek-V3.2": DeepseekV32Config(
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 40.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
         "Llama-3.1-8B-Instruct": _llama(4096, 14336, 32, 32),
         "Llama-3.3-70B-Instruct": _llama(8192, 28672, 80, 64),
     }

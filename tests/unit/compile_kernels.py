@@ -96,7 +96,7 @@ def compile_kernel(
 def check_shared_memory() -> None:
     """Attention of every width takes less shared memory than an L40S has."""
     for kind, itemsize in (("bf16", 2), ("fp32", 4)):
-        for dim in (64, 128, 256):
+        for dim in (64, 128, 256, 512):
             for form in (DECODE, PREFILL):
                 queries = form["QUERIES"]
                 rows, keys, stages = launch.attention_tiles(queries == 1, dim * itemsize)

@@ -85,6 +85,8 @@ def _layer(
         sinks=5 * some(KV_HEADS * PER_KV_HEAD) if has_sinks else None,
         cap=cap,
         has_gate=False,
+        keys_are_values=False,
+        norms_values=False,
     )
 
 

@@ -52,7 +52,10 @@ def _refusal(directory: Path) -> str:
 
 FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 4.0}
 LONGROPE = _rope("longrope", rope_theta=10000.0, original_max_position_embeddings=16, **FACTORS)
-WITHOUT_CLASSIFIER = ("granite", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text")
+WITHOUT_CLASSIFIER = (
+    *("deepseek_v32", "gemma4_text", "granite", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    "qwen3_5_moe_text",
+)
 SLIDING = "sliding_attention"
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 4, "sliding_window": 4}
 
@@ -330,6 +333,10 @@ def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
         ("deepseek_v3", {"kv_lora_rank": LEFT_OUT}, "no kv_lora_rank; a deepseek_v3 model must"),
         ("deepseek_v3", {"qk_nope_head_dim": LEFT_OUT}, "no qk_nope_head_dim; a deepseek_v3 model"),
         ("deepseek_v3", {"v_head_dim": LEFT_OUT}, "no v_head_dim; a deepseek_v3 model must state"),
+        ("glm_moe_dsa", {"index_topk": LEFT_OUT}, "no index_topk; a glm_moe_dsa model must state"),
+        ("glm_moe_dsa", {"index_n_heads": 0}, "index_n_heads=0; it must be an integer from 1"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "must say full or shared of each of 4 lay"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "and full of the first"),
         ("qwen3_next", {"attention_bias": True}, "sets attention_bias, which is not supported"),
         ("qwen3_next", {"hidden_act": "gelu"}, "only silu is supported"),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types linear_attention;"),
@@ -375,6 +382,17 @@ def test_which_layers_are_mixtures(tmp_path: Path) -> None:
     assert layers("mixtral") == (True,) * 4
     _write(tmp_path, "qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
     assert load_spec(tmp_path, "lm").experts is None
+
+
+def test_indexers_are_whole_and_have_no_adapters() -> None:
+    spec = tiny_spec("glm_moe_dsa")
+    family = family_of(spec)
+    own = [name for name in family.tensor_shapes(spec) if ".indexer." in name]
+    assert len(own) == 3 * 5  # the third layer takes the choice of the second
+    layers = family.linear_layers(spec)
+    assert any(name.endswith(".q_b_proj") for name in layers)
+    assert not any(".indexer." in name for name in layers)
+    assert spec.max_positions == min(tiny_config("glm_moe_dsa").max_position_embeddings, 2048)
 
 
 def test_the_layers_of_a_draft_model_are_passed_over() -> None:

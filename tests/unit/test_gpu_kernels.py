@@ -57,6 +57,7 @@ def seeded() -> None:
         Sizes(),
         Sizes(128, 7, 200, 64, delta=(1, 24, 32, 2)),
         Sizes(256, 1, 3000, 32, has_wide_norms=True),
+        Sizes(512, 8, 200, 16, has_wide_norms=True),
     ],
     ids=str,
 )

@@ -46,7 +46,7 @@ tensors = [torch.ones(2**22) for _ in range(8)]
 del tensors
 before = resident()
 
-shape = CacheShape(num_layers=4, kv_heads=2, head_dim=32, itemsize=4, block_size=16)
+shape = CacheShape(heads=((2, 32),) * 4, itemsize=4, block_size=16)
 cache = KVCache(shape, 2048, torch.float32, torch.device("cpu"))
 print(resident() - before)
 for keys, values in cache.layers:
@@ -120,7 +120,7 @@ def test_no_memory_is_an_error_with_the_size_and_the_key(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(kv_cache, "_zeros", refuse)
-    shape = CacheShape(num_layers=2, kv_heads=2, head_dim=32, itemsize=4, block_size=16)
+    shape = CacheShape(heads=((2, 32),) * 2, itemsize=4, block_size=16)
     with pytest.raises(EngineError, match=r"1024 blocks = 16.78 MB: lower rollout.kv_cache_mb"):
         KVCache(shape, 1024, torch.float32, CPU)
 
@@ -138,7 +138,7 @@ def test_blocks_take_memory_when_they_are_first_written_to_and_give_all_of_it_ba
 
 
 def test_copied_blocks_are_whole():
-    shape = CacheShape(num_layers=2, kv_heads=1, head_dim=3, itemsize=4, block_size=2)
+    shape = CacheShape(heads=((1, 3),) * 2, itemsize=4, block_size=2)
     cache = KVCache(shape, 4, torch.float32, CPU)
     for keys, values in cache.layers:
         keys.copy_(torch.arange(24.0).view(4, 2, 1, 3))

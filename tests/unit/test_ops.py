@@ -53,7 +53,9 @@ def test_what_gemma_adds_equals_transformers(dtype):
     def theirs_with(x, weight):
         return torch.func.functional_call(norm, {"weight": weight}, x)
 
-    ours = results(lambda *inputs: ops.rms_norm_plus_one(*inputs, EPS), (x, weight), grad)
+    ours = results(
+        lambda x, weight: ops.wide_rms_norm(x, 1.0 + weight.float(), EPS), (x, weight), grad
+    )
     theirs = results(theirs_with, (x, weight), grad)
     gate = Gemma3MLP(config).act_fn
     half = grad[..., :96]

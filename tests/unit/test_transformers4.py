@@ -95,7 +95,8 @@ REFUSED = {
     "olmo3": "NoneType",
     "olmo2": "`rope_scaling` must be",
     **dict.fromkeys(
-        ("glm4-moe-lite", "qwen3-5", "qwen3-5-moe"), "does not recognize this architecture"
+        ("deepseek-v32", "gemma4", "glm4-moe-lite", "glm-moe-dsa", "qwen3-5", "qwen3-5-moe"),
+        "does not recognize this architecture",
     ),
     # It has no classifier of these families.
     "scalar-olmo2-0": "Unrecognized configuration class",
@@ -145,6 +146,8 @@ def _filled(config: PretrainedConfig, auto: Any) -> Any:
             # Where a score and its correction are below 0, transformers 4 may choose an expert of a
             # group that it has not chosen.
             buffer.copy_(0.2 * torch.rand_like(buffer))
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     return model
 
 

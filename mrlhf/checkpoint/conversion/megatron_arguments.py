@@ -144,6 +144,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "gates of attention": spec.output_gate,
         "norms after attention and MLP": spec.norms_after,
         "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
+        "indexers": spec.latent is not None and spec.latent.indexer is not None,
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (

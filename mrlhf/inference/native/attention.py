@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.native.linear import Linear
@@ -35,6 +36,8 @@ class Attention:
     sinks: Tensor | None  # [heads], of this rank
     cap: float | None  # of the products, see `attend`
     has_gate: bool  # whether `qkv` gives after each q head a gate of its output
+    keys_are_values: bool  # whether `qkv` gives no v, which is k before its norm
+    norms_values: bool  # whether v has a norm without a weight
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -43,6 +46,10 @@ class Attention:
         head_dim = store[0].shape[-1]
         qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
         qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)
+        if self.keys_are_values:
+            qkv = torch.cat([qkv, qkv[:, :, -1:]], dim=2)
+        if self.norms_values:
+            qkv[:, :, -1] = F.rms_norm(qkv[:, :, -1], (head_dim,), eps=self.eps)
         gate = None
         if self.has_gate:
             queries, keys_values = qkv.split([qkv.shape[2] - 2, 2], dim=2)

@@ -44,12 +44,12 @@ class KVCache:
         Layers may have states of so many sequences as there are `slots`.
         """
         assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
-        pair_shape = (shape.stores, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        tokens = (shape.stores, blocks, shape.block_size)
         # In memory of its own, else what training takes later could lie in it, and hold all of it.
         pool = torch.cuda.MemPool() if device.type == "cuda" else None
         try:
             with nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device):
-                pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
+                pairs = [_zeros((*tokens, *heads), dtype, device) for heads in shape.heads]
                 self.experts = _record(shape, blocks, device)
                 self.states = _states(shape, slots, dtype, device)
         except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:

@@ -57,6 +57,6 @@ class LayerWeights:
 def norm_of(spec: ModelSpec, parameters: Parameters, dtype: torch.dtype, name: str) -> Tensor:
     """Return what the norm of this name multiplies by; float32 where that is not its weight."""
     weight = parameters[name]
-    if spec.norms_add_one:
-        return parameters.kept(name, 1.0 + weight.float())
+    if spec.norm_offset is not None:
+        return parameters.kept(name, spec.norm_offset + weight.float())
     return weight.to(dtype)

@@ -44,6 +44,7 @@ class DecoderLayer:
     mlp: Mlp
     mlp_bias: Tensor | None
     mlp_output_norm: Tensor | None
+    scalar: Tensor | None  # [1], by which the layer's output is multiplied
 
 
 class Decoder:
@@ -115,14 +116,16 @@ class Decoder:
 
             share = layer.mlp(hidden, delta, choices)
             delta = self._finish_block(share, layer.mlp_bias, layer.mlp_output_norm)
+            if layer.scalar is not None:
+                hidden = (hidden + delta) * layer.scalar
+                delta = None
 
         if record is not None:
             chosen = torch.stack(choices, dim=1).to(record.dtype)
             record.index_copy_(0, inputs.cache_places, chosen)
-        assert delta is not None
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]
-            delta = delta[inputs.last]
+            delta = None if delta is None else delta[inputs.last]
         logits = self._output(add_norm(hidden, delta, self._final_norm, self._eps))
         if self._logits_cap is not None:
             cap_logits(logits, self._logits_cap)
@@ -182,11 +185,12 @@ def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> D
         mlp=mlp_of_layer(weights),
         mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
         mlp_output_norm=norm_after("mlp.linear_fc2.output_norm.weight"),
+        scalar=weights.tensor("layer_scalar") if spec.scales_layers else None,
     )
 
 
 def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> Attention:
-    spec = weights.spec
+    spec = weights.spec.of_layer(weights.number)
     own = "self_attention."
     norms = None
     if spec.qk_norm != "none":
@@ -207,6 +211,8 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
         sinks=weights.tensor(own + "sinks") if spec.has_sinks else None,
         cap=spec.attention_cap,
         has_gate=spec.output_gate,
+        keys_are_values=spec.keys_are_values,
+        norms_values=spec.norms_values,
     )
 
 

@@ -22,6 +22,7 @@ from mrlhf.models.families.base import Chunk, Family
 from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3
 from mrlhf.models.families.gemma2 import GEMMA2
 from mrlhf.models.families.gemma3 import GEMMA3
+from mrlhf.models.families.gemma4 import GEMMA4
 from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from mrlhf.models.families.gpt_oss import GPT_OSS
@@ -42,6 +43,7 @@ from mrlhf.models.families.qwen3_moe import QWEN3_MOE
 from mrlhf.models.families.qwen3_next import QWEN3_NEXT
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
+from mrlhf.models.families.sparse_latents import DEEPSEEK_V32, GLM_MOE_DSA
 from mrlhf.models.families.values import check_values
 from mrlhf.models.published import how_to_get
 from mrlhf.models.rope import keys_of_transformers_4
@@ -63,9 +65,9 @@ __all__ = [
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(GEMMA2, GEMMA3, GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3),
-        *(PHI3, QWEN2, QWEN3, QWEN3_5, SEED_OSS, SMOLLM3),
-        *(DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS),
+        *(GEMMA2, GEMMA3, GEMMA4, GRANITE, LLAMA, MINISTRAL, MISTRAL),
+        *(OLMO2, OLMO3, PHI3, QWEN2, QWEN3, QWEN3_5, SEED_OSS, SMOLLM3),
+        *(DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GPT_OSS),
         *(MIXTRAL, QWEN2_MOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT),
     )
 }
@@ -258,5 +260,5 @@ def _language_model(file: Path, stated: dict[str, Any], family: Family) -> dict[
     if not isinstance(own, dict):
         raise ConfigError(f"{file}: no text_config; a {family.wrapper} model must state it")
     of_files = {key: stated[key] for key in _OF_ALL_PARTS if key in stated}
-    ties = stated.get("tie_word_embeddings", own.get("tie_word_embeddings", False))
-    return {**of_files, **own, "tie_word_embeddings": ties}
+    ties = {key: stated[key] for key in ("tie_word_embeddings",) if key in stated}
+    return {**of_files, **own, **ties}

@@ -107,7 +107,7 @@ def dense_spec(config: dict[str, Any], head: Head, partial_rotary: bool = False)
         hf_config=config,
         windows=(None,) * layers,
         ropes=(WHOLE_MODEL,) * layers,
-        rotary_dim=_rotary_dim(rope, head_dim) if partial_rotary else head_dim,
+        rotary_dim=rotary_dim(rope, head_dim) if partial_rotary else head_dim,
     )
     check_rotations(spec)
     return spec
@@ -260,17 +260,17 @@ def _check_completed(config: dict[str, Any]) -> None:
         )
 
 
-def _rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
+def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
     """The dimensions of a head that are rotated; ConfigError if none or not even."""
     factor = rope.get("partial_rotary_factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise ConfigError(
             f"config.json has partial_rotary_factor={factor!r}; it must be above 0 and at most 1"
         )
-    rotary_dim = int(head_dim * factor)
-    if rotary_dim < 2 or rotary_dim % 2:
+    rotated = int(head_dim * factor)
+    if rotated < 2 or rotated % 2:
         raise ConfigError(
-            f"config.json has partial_rotary_factor={factor!r}, which rotates {rotary_dim} of "
+            f"config.json has partial_rotary_factor={factor!r}, which rotates {rotated} of "
             f"{head_dim} dimensions of a head; the number must be even"
         )
-    return rotary_dim
+    return rotated

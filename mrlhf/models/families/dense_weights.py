@@ -20,9 +20,11 @@ from mrlhf.models.families.expert_weights import (
     shared_rules,
 )
 from mrlhf.models.families.mixing_weights import (
+    INDEXER,
     delta_parameters,
     delta_rules,
     delta_shapes,
+    indexer_shapes,
     latent_parameters,
     latent_rules,
     latent_shapes,
@@ -42,12 +44,18 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
+        if spec.scales_layers:
+            shapes[prefix + "layer_scalar"] = (1,)
         if spec.norms_before:
             shapes[prefix + "input_layernorm.weight"] = (hidden,)
         if spec.delta is not None and spec.has_delta(layer):
             shapes.update(delta_shapes(hidden, spec.delta, prefix + "linear_attn."))
         else:
-            shapes.update(_attention_shapes(spec, prefix + "self_attn."))
+            shapes.update(_attention_shapes(spec.of_layer(layer), prefix + "self_attn."))
+        indexer = spec.indexer_of(layer)
+        if spec.latent is not None and indexer is not None:
+            own = prefix + "self_attn.indexer."
+            shapes.update(indexer_shapes(spec, spec.latent, indexer, own))
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
         if spec.norms == "both":
             shapes[prefix + "pre_feedforward_layernorm.weight"] = (hidden,)
@@ -81,9 +89,10 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
         mlp = _mlp_parameters(spec)
         if spec.has_experts(layer):
             mlp = expert_parameters(spec, chunk.experts)
+        scalar = ["layer_scalar"] if spec.scales_layers else []
         names += [
             f"decoder.layers.{number}.{name}"
-            for name in (*_attention_parameters(spec, layer), *mlp)
+            for name in (*scalar, *_attention_parameters(spec, layer), *mlp)
         ]
 
     if chunk.is_last:
@@ -103,7 +112,8 @@ def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) ->
     for number, layer in enumerate(chunk.layers):
         own = f"decoder.layers.{number}."
         prefix = f"model.layers.{layer}."
-        for name, rule in _layer_rules(spec, prefix, names, spec.has_delta(layer)).items():
+        heads = spec.of_layer(layer)
+        for name, rule in _layer_rules(heads, prefix, names, spec.has_delta(layer)).items():
             rules[own + name] = rule
 
         if spec.has_experts(layer):
@@ -114,10 +124,12 @@ def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) ->
     return rules
 
 
-def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
+def _qkv_rows(spec: ModelSpec) -> dict[str, int]:
+    """Rows of q_proj, k_proj and v_proj, by their letters, as far as they are there."""
     kv_rows = spec.num_kv_heads * spec.head_dim
     of_head = 2 if spec.output_gate else 1  # each head's q, then its gate
-    return of_head * spec.num_heads * spec.head_dim, kv_rows, kv_rows
+    rows = {"q": of_head * spec.num_heads * spec.head_dim, "k": kv_rows}
+    return rows if spec.keys_are_values else rows | {"v": kv_rows}
 
 
 def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -126,17 +138,17 @@ def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape
         return
     rows = _qkv_rows(spec)
     if spec.fused_tensors:
-        yield prefix + "qkv_proj.weight", (sum(rows), spec.hidden_size)
+        yield prefix + "qkv_proj.weight", (sum(rows.values()), spec.hidden_size)
     else:
-        for letter, count in zip("qkv", rows, strict=True):
+        for letter, count in rows.items():
             yield f"{prefix}{letter}_proj.weight", (count, spec.hidden_size)
             if spec.qkv_bias:
                 yield f"{prefix}{letter}_proj.bias", (count,)
 
     if spec.qk_norm != "none":
         together = spec.qk_norm == "projection"
-        yield prefix + "q_norm.weight", (rows[0] if together else spec.head_dim,)
-        yield prefix + "k_norm.weight", (rows[1] if together else spec.head_dim,)
+        yield prefix + "q_norm.weight", (rows["q"] if together else spec.head_dim,)
+        yield prefix + "k_norm.weight", (rows["k"] if together else spec.head_dim,)
 
     if spec.has_sinks:
         yield prefix + "sinks", (spec.num_heads,)
@@ -175,6 +187,8 @@ def _attention_parameters(spec: ModelSpec, layer: int) -> list[str]:
 
     if spec.latent is not None:
         attention = latent_parameters(spec.latent)
+        if spec.indexer_of(layer) is not None:
+            attention += [f"indexer.{name}" for name in INDEXER]
     if spec.has_delta(layer):
         attention = delta_parameters()
     names = [f"self_attention.{name}" for name in attention]
@@ -220,6 +234,7 @@ def _layer_rules(
     else:
         attention = _attention_rules(spec, prefix + "self_attn.")
     return {
+        "layer_scalar": Rule((prefix + "layer_scalar",), dim=None),
         **_norm_rules(spec, prefix),
         **attention,
         **_mlp_rules(spec, prefix + "mlp."),
@@ -248,7 +263,12 @@ def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
 
 def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
     if spec.latent is not None:
-        return latent_rules(spec.latent, prefix)
+        rules = latent_rules(spec.latent, prefix)
+        if spec.latent.indexer is not None:
+            for name in INDEXER:
+                rule = Rule((f"{prefix}indexer.{name}",), dim=None)
+                rules[f"self_attention.indexer.{name}"] = rule
+        return rules
     q_norm = Rule((prefix + "q_norm.weight",), dim=None)
     k_norm = Rule((prefix + "k_norm.weight",), dim=None)
     if spec.qk_norm == "projection":
@@ -262,12 +282,13 @@ def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
         "self_attention.linear_proj.bias": Rule((prefix + "o_proj.bias",), dim=None),
     }
 
+    of_letters = _qkv_rows(spec)
     for kind in ("weight", "bias"):
-        names = tuple(f"{prefix}{letter}_proj.{kind}" for letter in "qkv")
+        names = tuple(f"{prefix}{letter}_proj.{kind}" for letter in of_letters)
         rows = None
         if spec.fused_tensors:
             names = (f"{prefix}qkv_proj.{kind}",) * 3
-            rows = _intervals(_qkv_rows(spec))
+            rows = _intervals(tuple(of_letters.values()))
         rules[f"self_attention.linear_qkv.{kind}"] = Rule(
             names, dim=0, periods=spec.num_kv_heads, intervals=rows
         )

@@ -56,7 +56,7 @@ def gemma_spec(config: dict[str, Any], head: Head) -> ModelSpec:
     return replace(
         dense_spec({**config, "hidden_act": "silu"}, head),
         norms="both",
-        norms_add_one=True,
+        norm_offset=1.0,
         activation="gelu_tanh",
         embedding_multiplier=math.sqrt(config["hidden_size"]),
         rounds_multiplier=True,

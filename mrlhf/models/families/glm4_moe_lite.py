@@ -13,12 +13,17 @@ from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
 from mrlhf.models.families.dense import refuse_scalar
 from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.mixture import grouped_experts, mixture_family, with_experts
-from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a GLM-4.7-Flash `config.json`."""
     refuse_scalar(config, head, "Glm4MoeLite")
+    return with_experts(latent_spec(config, head), listed_experts(config))
+
+
+def listed_experts(config: dict[str, Any]) -> Experts:
+    """The mixtures of a `config.json` with the keys of DeepSeek-V3's, and a list of layers."""
     kinds = config["mlp_layer_types"]
     if len(kinds) != config["num_hidden_layers"] or set(kinds) - {"dense", "sparse"}:
         raise ConfigError(
@@ -26,8 +31,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
             f"{config['num_hidden_layers']} layers"
         )
     experts = grouped_experts({**config, "first_k_dense_replace": 0})
-    layers = tuple(kind == "sparse" for kind in kinds)
-    return with_experts(latent_spec(config, head), replace(experts, layers=layers))
+    return replace(experts, layers=tuple(kind == "sparse" for kind in kinds))
 
 
 GLM4_MOE_LITE = replace(

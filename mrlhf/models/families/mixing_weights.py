@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrlhf.models.spec import DeltaNet, Latent, ModelSpec
+from mrlhf.models.spec import DeltaNet, Indexer, Latent, ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 
 # Parameter, tensor, and the dimension that ranks split.
@@ -67,6 +67,22 @@ def latent_rules(latent: Latent, prefix: str) -> dict[str, Rule]:
         fused = f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
         rules[fused] = rules[f"self_attention.{letter}_layernorm.weight"]
     return rules
+
+
+def indexer_shapes(
+    spec: ModelSpec, latent: Latent, indexer: Indexer, prefix: str
+) -> Iterator[tuple[str, Shape]]:
+    """Name and full shape of every tensor of the indexer with this prefix."""
+    assert latent.q_rank is not None, "its queries come from latents"
+    yield prefix + "wq_b.weight", (indexer.heads * indexer.head_dim, latent.q_rank)
+    yield prefix + "wk.weight", (indexer.head_dim, spec.hidden_size)
+    for kind in ("weight", "bias"):
+        yield f"{prefix}k_norm.{kind}", (indexer.head_dim,)
+    yield prefix + "weights_proj.weight", (indexer.heads, spec.hidden_size)
+
+
+INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+"""The tensors of an indexer, and its parameters, in their order; every rank has them whole."""
 
 
 def delta_shapes(hidden: int, net: DeltaNet, prefix: str) -> Iterator[tuple[str, Shape]]:

@@ -135,14 +135,13 @@ def draft_layers(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(first, first + (stated or 0)))
 
 
-def count(config: dict[str, Any], *names: str, least: int = 1) -> int:
+def count(config: dict[str, Any], *names: str, least: int = 1, most: int = _MOST_EXPERTS) -> int:
     """The number under the first of these names in `config.json`; ConfigError if it is wrong."""
     name = next((name for name in names if name in config), names[0])
     value = config[name]
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not is_number or not least <= value <= _MOST_EXPERTS:
+    if not is_number or not least <= value <= most:
         raise ConfigError(
-            f"config.json has {name}={value!r}; it must be an integer from {least} to "
-            f"{_MOST_EXPERTS:,}"
+            f"config.json has {name}={value!r}; it must be an integer from {least} to {most:,}"
         )
     return int(value)

@@ -62,7 +62,7 @@ def hybrid_spec(config: dict[str, Any], head: Head, fused_tensors: bool = True) 
     return replace(
         dense_spec(config, head, partial_rotary=True),
         qk_norm="head",
-        norms_add_one=True,
+        norm_offset=1.0,
         output_gate=True,
         ropes=tuple(None if delta else WHOLE_MODEL for delta in is_delta),
         delta=net if any(is_delta) else None,

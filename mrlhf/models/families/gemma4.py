@@ -1,0 +1,117 @@
+"""Gemma 4, dense and text alone: as Gemma 3, with other heads in layers without a window.
+
+This file knows only what its `config.json` may say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.dense import (
+    REQUIRED_KEYS,
+    check_rotations,
+    dense_family,
+    read_by_layer_type,
+    refuse_scalar,
+    rotary_dim,
+)
+from mrlhf.models.families.gemma2 import gemma_spec
+from mrlhf.models.spec import GlobalHeads, Head, ModelSpec
+
+_NOT_BUILT = {
+    "hidden_size_per_layer_input": "embeddings of each layer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "enable_moe_block": "experts beside the dense MLP",
+}
+_ROPE_TYPES = {
+    "sliding_attention": ("default",),
+    "full_attention": ("default", "proportional"),
+}
+
+
+def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a Gemma 4 `config.json`."""
+    refuse_scalar(config, head, "Gemma4")
+    for key, feature in _NOT_BUILT.items():
+        if config[key]:
+            raise ConfigError(
+                f"config.json has {key}={config[key]}: {feature} are not supported in a Gemma 4; "
+                "use a model without, such as the one of 31 billion parameters"
+            )
+
+    plain = {
+        **config,
+        "rope_parameters": _plain_rotations(config),
+        "query_pre_attn_scalar": 1,
+        "attn_logit_softcapping": None,
+    }
+    if config["use_bidirectional_attention"] == "vision":  # of tokens of images alone
+        plain["use_bidirectional_attention"] = None
+    spec = replace(
+        read_by_layer_type(plain, head, gemma_spec),
+        qk_norm="head",
+        norm_offset=0.0,
+        norms_values=True,
+        scales_layers=True,
+        global_heads=_global_heads(config),
+        hf_config=config,
+    )
+    check_rotations(spec)
+    return spec
+
+
+def _plain_rotations(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotations without what is proportional; ConfigError if another type is there."""
+    rotations = {}
+    for kind, types in _ROPE_TYPES.items():
+        rope = config["rope_parameters"][kind]
+        if rope["rope_type"] not in types:
+            raise ConfigError(
+                f"config.json: rope type {rope['rope_type']!r} is not supported in layers of "
+                f"{kind} of a Gemma 4; use {' or '.join(types)}"
+            )
+        rotations[kind] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rotations
+
+
+def _global_heads(config: dict[str, Any]) -> GlobalHeads:
+    """The heads of layers without a window, of which each has an entry of the same numbers."""
+    entries = {int(layer): entry for layer, entry in (config.get("per_layer_config") or {}).items()}
+    layers = [n for n, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    found = [entries.get(layer, {}) for layer in layers]
+    keys = ("head_dim", "num_key_value_heads")
+    if entries.keys() - {*layers} or any(
+        entry != found[0] or entry.keys() - {*keys} for entry in found
+    ):
+        raise ConfigError(
+            f"config.json has a per_layer_config with others than {' and '.join(keys)}, alike in "
+            "all layers of full_attention, and in no others; only these are supported"
+        )
+
+    head_dim, kv_heads = (found[0].get(key, config[key]) for key in keys)
+    heads = config["num_attention_heads"]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(
+            f"config.json: {heads} attention heads are not divisible by the {kv_heads} KV heads of "
+            "layers of full_attention"
+        )
+    rotary_dim(config["rope_parameters"]["full_attention"], head_dim)
+    return GlobalHeads(kv_heads, head_dim, keys_are_values=config["attention_k_eq_v"])
+
+
+GEMMA4 = replace(
+    dense_family("gemma4_text", "Gemma4", read_config),
+    wrapper="gemma4",
+    required_keys=(
+        *REQUIRED_KEYS,
+        *("num_key_value_heads", "head_dim", "sliding_window"),
+        "global_head_dim or per_layer_config",
+    ),
+    # What reads images and sounds.
+    ignored_prefixes=lambda spec: (
+        *("model.vision_tower.", "model.embed_vision."),
+        *("model.audio_tower.", "model.embed_audio."),
+    ),
+)

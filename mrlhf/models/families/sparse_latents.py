@@ -1,0 +1,70 @@
+"""GLM-5 and DeepSeek-V3.2: latent attention to the tokens that an indexer chooses.
+
+Among no more tokens than it chooses, attention is that of DeepSeek-V3, and longer sequences are
+refused; the indexers' weights are kept as they are. This file knows only what their `config.json`
+may say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.base import Family
+from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
+from mrlhf.models.families.dense import refuse_scalar
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.glm4_moe_lite import listed_experts
+from mrlhf.models.families.mixture import count, mixture_family, with_experts
+from mrlhf.models.spec import Head, Indexer, ModelSpec
+
+_MOST_CHOSEN = 10**7
+
+
+def _read_config(config: dict[str, Any], head: Head, class_stem: str) -> ModelSpec:
+    refuse_scalar(config, head, class_stem)
+    # Both rotate neighbours, whatever a file says.
+    spec = latent_spec({**config, "rope_interleave": True}, head)
+    assert spec.latent is not None
+    indexer = Indexer(
+        heads=count(config, "index_n_heads"),
+        head_dim=count(config, "index_head_dim"),
+        layers=_own_indexers(config),
+        most=count(config, "index_topk", most=_MOST_CHOSEN),
+    )
+    spec = replace(
+        spec,
+        latent=replace(spec.latent, indexer=indexer),
+        max_positions=min(spec.max_positions, indexer.most),
+    )
+    return with_experts(spec, listed_experts(config))
+
+
+def _own_indexers(config: dict[str, Any]) -> tuple[bool, ...]:
+    layers = config["num_hidden_layers"]
+    kinds = config.get("indexer_types") or ["full"] * layers
+    if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
+        raise ConfigError(
+            f"config.json has indexer_types={kinds!r}; it must say full or shared of each of "
+            f"{layers} layers, and full of the first"
+        )
+    return tuple(kind == "full" for kind in kinds)
+
+
+def _family(model_type: str, class_stem: str) -> Family:
+    return replace(
+        mixture_family(
+            model_type,
+            class_stem,
+            lambda config, head: _read_config(config, head, class_stem),
+            ExpertNames(shared="mlp.shared_experts"),
+            (*REQUIRED, "index_n_heads", "index_head_dim", "index_topk"),
+        ),
+        ignored_prefixes=DEEPSEEK_V3.ignored_prefixes,
+        float32_endings=DEEPSEEK_V3.float32_endings,
+    )
+
+
+DEEPSEEK_V32 = _family("deepseek_v32", "DeepseekV32")
+GLM_MOE_DSA = _family("glm_moe_dsa", "GlmMoeDsa")

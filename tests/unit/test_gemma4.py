@@ -1,0 +1,196 @@
+"""Gemma 4: files of models that also read images, the published sizes, and refusals.
+
+That training and the engine compute what transformers does, and that files go to any layout and
+back, is tested with the other families.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
+from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
+from mrlhf.errors import ConfigError
+from mrlhf.inference.sizes import CacheShape
+from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.freezing import check_frozen_tensors, with_frozen
+from mrlhf.models.generation_config import end_token_ids
+from mrlhf.models.parallel_sizes import tp_problem
+from mrlhf.models.parameters import role_pieces
+from mrlhf.models.rope import rope_of
+from mrlhf.models.weight_files import check_weight_files
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.preflight.model_checks import CacheNeeds
+from mrlhf.weights.init import initialise
+from tests.models.engines import hf_model, spec_of
+from tests.models.published import FILES
+from tests.shards import make_slots, stored, tensor_shapes, tiny_config, tiny_spec
+
+EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
+TOKENS = torch.arange(30)[None]
+SLIDING, FULL = "sliding_attention", "full_attention"
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _write(directory: Path, **changes: Any) -> None:
+    """The published `config.json` with other keys of `text_config`; None leaves one out."""
+    text = FILES["gemma-4-31B"]["text_config"] | changes
+    text = {key: value for key, value in text.items() if value is not None}
+    stated = FILES["gemma-4-31B"] | {"text_config": text}
+    (directory / "config.json").write_text(json.dumps(stated))
+
+
+def test_the_language_model_is_taken_out_of_one_that_reads_images(tmp_path: Path) -> None:
+    text = tiny_config("gemma4_text").to_dict() | {"eos_token_id": [5, 7]}
+    torch.manual_seed(3)
+    config = transformers.Gemma4Config(text_config=text, vision_config=EYES)
+    theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
+    theirs.save_pretrained(tmp_path / "images")
+    names = load_file(tmp_path / "images" / "model.safetensors")
+    others = sum(not name.startswith("model.language_model.") for name in names)
+    with torch.no_grad():
+        wanted = theirs(TOKENS).logits
+
+    spec = load_spec(tmp_path / "images", "lm")
+    assert spec == tiny_spec("gemma4_text")
+    assert check_weight_files(tmp_path / "images", spec, needs_head=False) == ()
+    assert set(end_token_ids(tmp_path / "images")) == {5, 7}
+    told = HuggingFaceSource(tmp_path / "images").description.left_out
+    assert told == [f"tensors of a draft model or of what reads images: {others}"]
+
+    convert(
+        tmp_path / "images",
+        tmp_path / "text",
+        SourceOptions(),
+        TargetOptions(format="huggingface"),
+        verify=False,
+        start=lambda *_: lambda _: None,
+    )
+    assert load_spec(tmp_path / "text", "lm") == spec
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert isinstance(written, transformers.Gemma4ForCausalLM)
+    with torch.no_grad():
+        assert torch.equal(written(TOKENS).logits, wanted)
+
+
+def test_the_published_sizes(tmp_path: Path) -> None:
+    _write(tmp_path)
+    spec = load_spec(tmp_path, "lm")
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(
+            transformers.AutoConfig.from_pretrained(tmp_path).text_config
+        )
+    # Each layer has a number more, which is no parameter there.
+    assert sum(map(math.prod, family_of(spec).tensor_shapes(spec).values())) == 60 + sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+    assert spec.windows == (*[1024] * 5, None) * 10
+    assert spec.attention_scale == 1.0 and spec.logits_cap == 30.0 and spec.output_is_embedding
+    heads = [(kind.num_kv_heads, kind.head_dim, kind.rotary_dim) for kind in spec.head_kinds]
+    assert heads == [(16, 256, 256), (4, 512, 512)]
+    shape = CacheShape.on_rank(spec, 8, 2, 64)  # two ranks share a KV head of the second kind
+    assert shape.token_bytes == 2 * 2 * (50 * 2 * 256 + 10 * 512)
+    assert str(CacheNeeds(shape, 64, 1)).startswith(
+        "2 x (50 layers x 2 KV heads x 256 + 10 layers x 1 KV heads x 512) x 2 bytes x 64 tokens"
+    )
+    assert tp_problem("tp", 8, spec) is None
+    assert tp_problem("tp", 3, spec) is not None
+
+
+def test_ties_are_those_of_transformers_if_nothing_says_so(tmp_path: Path) -> None:
+    _write(tmp_path, tie_word_embeddings=None)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    del stated["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert load_spec(tmp_path, "lm").tied_embeddings
+
+
+@pytest.mark.parametrize(
+    "full", [PLAIN, {"rope_type": "proportional", "rope_theta": 777.0, "factor": 2.0}]
+)
+def test_rotations_equal_transformers(full: dict[str, Any], tmp_path: Path) -> None:
+    values = tiny_config("gemma4_text").to_dict()
+    values["rope_parameters"] = {SLIDING: PLAIN | {"rope_theta": 99.0}, FULL: full}
+    config = transformers.Gemma4TextConfig(**values)
+    config.save_pretrained(tmp_path)
+    spec = load_spec(tmp_path, "lm")
+    theirs = Gemma4TextRotaryEmbedding(config)
+    for kind in (SLIDING, FULL):
+        frequencies, scale = rope_of(spec, kind)
+        assert torch.equal(frequencies, getattr(theirs, f"{kind}_inv_freq")) and scale == 1.0
+
+
+def test_a_layers_number_alone_is_nothing_to_train() -> None:
+    spec = with_frozen(spec_of(hf_model("gemma4")), ["model.embed*", "*.weight"])
+    with pytest.raises(ConfigError, match="freeze leaves nothing to train"):
+        check_frozen_tensors(spec)
+
+
+def test_random_weights_leave_what_a_layer_gives_as_it_is() -> None:
+    spec = tiny_spec("gemma4_text")
+    slots = make_slots(role_pieces(spec, ParallelLayout(tp=1, pp=1, dp=1), 0))
+    initialise(slots, tensor_shapes(spec), seed=5)
+    factors = [stored(slot) for slot in slots if slot.piece.name.endswith("layer_scalar")]
+    assert [factor.tolist() for factor in factors] == [[1.0]] * 4
+
+
+HEADS = {"head_dim": 512, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "per_layer_input=256: embeddings of each layer"),
+        ({"num_kv_shared_layers": 20}, "shared_layers=20: layers that share keys and values are"),
+        ({"enable_moe_block": True}, "enable_moe_block=True: experts beside the dense MLP are not"),
+        ({"use_bidirectional_attention": "all"}, "sets use_bidirectional_attention, which is not"),
+        ({"attention_bias": True}, "sets attention_bias, which is not supported in a Gemma"),
+        ({"hidden_activation": "silu"}, "hidden_activation='silu'; only gelu_pytorch_tanh"),
+        ({"global_head_dim": None}, "no global_head_dim or per_layer_config; a gemma4_text model"),
+        ({"num_global_key_value_heads": 3}, "32 attention heads are not divisible by the 3 KV"),
+        ({"global_head_dim": 509}, "rotates 127 of 509 dimensions of a head; the number must be"),
+        ({"per_layer_config": {"4": HEADS}}, "a per_layer_config with others than head_dim and"),
+        ({"per_layer_config": {"5": HEADS}}, "alike in all layers of full_attention, and in no"),
+        (
+            {
+                "rope_parameters": {
+                    SLIDING: PLAIN,
+                    FULL: {**PLAIN, "rope_type": "linear", "factor": 2.0},
+                }
+            },
+            "rope type 'linear' is not supported in layers of full_attention of a Gemma 4; use",
+        ),
+        (
+            {"rope_parameters": {SLIDING: PLAIN, FULL: {**PLAIN, "partial_rotary_factor": 2}}},
+            "partial_rotary_factor=2; it must be above 0 and at most 1",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _write(tmp_path, **changes)
+    with pytest.raises(ConfigError) as refused:
+        load_spec(tmp_path, "lm")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
