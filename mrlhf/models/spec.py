@@ -324,8 +324,11 @@ class ModelSpec:
         """Whether a layer has a dense MLP."""
         return self.experts is None or not all(self.experts.layers)
 
-    def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> Sizes:
-        """The sizes at which kernels are tried for this model; `page` is that of the KV cache."""
+    def kernel_sizes(self, dtype: torch.dtype, page: int = 0, tp: int = 1) -> Sizes:
+        """The sizes at which kernels are tried for this model; `page` is that of the KV cache.
+
+        `tp` counts the ranks that share the heads of latent attention.
+        """
         group = self.num_heads // self.num_kv_heads
         delta = None
         if self.delta is not None:
@@ -333,7 +336,10 @@ class ModelSpec:
             delta = (net.value_heads // net.key_heads, net.key_dim, net.value_dim, net.taps)
         wide = self.norms_add_one
         caps = self.attention_cap is not None
-        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, wide, delta, caps)
+        latent = None
+        if self.latent is not None:
+            latent = (self.num_heads // tp, self.latent.kv_rank, self.rotary_dim)
+        return Sizes(self.head_dim, group, self.hidden_size, page, dtype, wide, delta, caps, latent)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding rows over all `tp` ranks, padding included."""
