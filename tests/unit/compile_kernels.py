@@ -17,8 +17,8 @@ L40S, OF_A100 = 99 * 1024, 163 * 1024  # bytes of shared memory of a program; an
 A100, H100 = 80, 90  # compute capability times 10
 SIZES = (
     "rows", "size", "group", "dim", "half", "heads", "kv_heads", "sequences", "columns", "blocks",
-    "window", "first", "valid", "more", "splits", "per_token", "count", "entries", "shared", "key_dim",
-    "value_dim", "ranks", "rank",
+    "window", "first", "valid", "splits", "per_token", "count", "entries", "shared", "key_dim",
+    "value_dim", "ranks", "rank", "more",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
