@@ -187,10 +187,11 @@ def _contest(steps: Steps) -> Iterator[dict[str, Any]]:
 
 
 def _best(steps: Steps) -> Iterator[dict[str, Any]]:
-    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    cases: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in _found(steps, "paged") or []:
         if "us" in row:
-            cases.setdefault((row["sequences"], row["context"]), []).append(row)
+            case = (row["kind"], row["sequences"], row["context"])
+            cases.setdefault(case, []).append(row)
     for rows in cases.values():
         yield from rows[:1]  # as it is
         yield min(rows, key=lambda row: row["us"])

@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python benchmarks/gpu_paged.py --json FILE
 
-The heads are those of Qwen3-0.6B, in bfloat16. A row says how many bytes of keys and values a
+The heads are those of Qwen3-0.6B, in bfloat16, then those of DeepSeek-V3's latent attention: 16, as
+on each of 8 ranks, and 64. A row says how many bytes of keys and values a
 second one choice reads, for so many sequences of so many tokens; the row "as it is" is what the
 engine takes. Few short sequences lie in the GPU's cache, and so read faster than memory allows.
 `--size tiny` tries the program on a CPU, in Triton's interpreter.
@@ -30,6 +31,7 @@ PAGE = 64
 class Sweep(NamedTuple):
     """What is swept, and how often each choice runs."""
 
+    kind: str
     heads: int
     kv_heads: int
     dim: int
@@ -39,11 +41,23 @@ class Sweep(NamedTuple):
     warps: tuple[int, ...]
     stages: tuple[int, ...]
     calls: int
+    more: int = 0  # numbers of a key after its first `dim`, which are its value
 
 
+_FEW = ((1, 64), (1024, 8192), (16, 32, 64), (4, 8), (2, 3), 20, 64)
 SWEEPS = {
-    "tiny": Sweep(2, 1, 32, (2,), (128,), (32, 64), (4,), (2,), 1),
-    "0.6B": Sweep(16, 8, 128, (1, 16, 64, 256), (1024, 8192), (32, 64, 128), (2, 4, 8), (2, 3), 20),
+    "tiny": [
+        Sweep("pairs", 2, 1, 32, (2,), (128,), (32, 64), (4,), (2,), 1),
+        Sweep("latents", 2, 1, 32, (2,), (128,), (16,), (4,), (2,), 1, more=16),
+    ],
+    "0.6B": [
+        Sweep(
+            *("pairs", 16, 8, 128, (1, 16, 64, 256), (1024, 8192)),
+            *((32, 64, 128), (2, 4, 8), (2, 3), 20),
+        ),
+        Sweep("latents, 16 heads", 16, 1, 512, *_FEW),
+        Sweep("latents, 64 heads", 64, 1, 512, *_FEW),
+    ],
 }
 
 
@@ -60,10 +74,11 @@ def main() -> None:
         return
 
     found = []
-    for row in rows(SWEEPS[arguments.size], "cpu" if arguments.size == "tiny" else "cuda"):
-        print(row, flush=True)
-        found.append(row)
-        write_json(arguments.json, found)
+    for sweep in SWEEPS[arguments.size]:
+        for row in rows(sweep, "cpu" if arguments.size == "tiny" else "cuda"):
+            print(row, flush=True)
+            found.append(row)
+            write_json(arguments.json, found)
 
 
 def rows(sweep: Sweep, device: str) -> Iterator[dict[str, Any]]:
@@ -76,7 +91,8 @@ def rows(sweep: Sweep, device: str) -> Iterator[dict[str, Any]]:
     for sequences, context in itertools.product(sweep.sequences, sweep.contexts):
         call, read = _case(sweep, sequences, context, device)
         for choice in [{}, *named]:
-            about = {"sequences": sequences, "context": context, **(choice or {"as it is": True})}
+            about = {"kind": sweep.kind, "sequences": sequences, "context": context}
+            about |= choice or {"as it is": True}
             with mock.patch.object(attention_kernels, "paged_attention", _Chosen(real, choice)):
                 try:
                     seconds = _seconds(call, sweep.calls, device)
@@ -110,17 +126,17 @@ def _case(
     pages = context // PAGE
     generator = torch.Generator(device).manual_seed(0)
     new = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    q = new(sequences, sweep.heads, sweep.dim)
-    keys, values = new(2, sequences * pages, PAGE, sweep.kv_heads, sweep.dim)
+    q = new(sequences, sweep.heads, sweep.dim + sweep.more)
+    stores = new(1 if sweep.more else 2, sequences * pages, PAGE, sweep.kv_heads, q.shape[-1])
+    keys, values = stores[0], stores[-1][..., : sweep.dim]
     of_int = partial(torch.arange, dtype=torch.int32, device=device)
     tables = of_int(sequences * pages).view(sequences, pages)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
 
-    splits = int(device == "cpu")  # on a GPU as many as the kernel's launch chooses
     scale = sweep.dim**-0.5
     starts = of_int(sequences + 1)
     arguments = (q, keys, values, tables, starts, lengths, 1, context, 0, scale)
-    return partial(launch.paged_attention, *arguments, splits=splits), keys.nbytes + values.nbytes
+    return partial(launch.paged_attention, *arguments), stores.nbytes
 
 
 def _seconds(call: Callable[[], Tensor], calls: int, device: str) -> float:

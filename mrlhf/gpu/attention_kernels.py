@@ -61,35 +61,45 @@ def _add_keys(scores, value, top, total, context):
 @_kernel
 def paged_attention(
     q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
-    sequences, kv_heads, dim, table_stride, scale, window,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
+    sequences, kv_heads, dim, more, table_stride, scale, window,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of QUERIES tokens x GROUP query heads to one KV head's keys in pages.
+    """Causal attention of QUERIES tokens x HEADS of a GROUP to its KV head's keys in pages.
 
-    The heads of a group share one reading of the keys. With several splits, the grid's last size,
-    a program sees one part of the keys, and instead of `out` it writes float32 `parts` [splits,
-    tokens, heads, dim], not yet divided by `sums`.
+    These heads share one reading of the keys. With MORE, as in latent attention, keys have `more`
+    numbers after their first `dim`, which are the values. With several splits, the grid's last
+    size, a program sees one part of the keys, and instead of `out` it writes float32 `parts`
+    [splits, tokens, heads, dim], not yet divided by `sums`.
     """
+    BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    block = tl.program_id(0) // BLOCKS  # programs that read the same keys are neighbours
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
-    sequence, first = _query_block(tl.program_id(0), query_starts, sequences, QUERIES)
+    sequence, first = _query_block(block, query_starts, sequences, QUERIES)
     end = tl.load(query_starts + sequence + 1)
     if first >= end:
         return
 
     rows = tl.arange(0, ROWS)
     lanes = tl.arange(0, DIM)
-    tokens = first + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    real = (rows < QUERIES * GROUP) & (tokens < end)
+    tokens = first + rows // HEADS
+    members = tl.program_id(0) % BLOCKS * HEADS + rows % HEADS
+    heads = kv_head * GROUP + members
+    real = (rows < QUERIES * HEADS) & (members < GROUP) & (tokens < end)
     length = tl.load(lengths + sequence)
     positions = length - end + tokens  # of each row in its sequence
 
-    places = ((tokens.to(tl.int64) * kv_heads * GROUP + heads) * dim)[:, None] + lanes[None, :]
+    row = tokens.to(tl.int64) * kv_heads * GROUP + heads
     wanted = real[:, None] & (lanes < dim)[None, :]
-    queries = tl.load(q + places, wanted, 0.0)
+    width = dim + more
+    queries = tl.load(q + (row * width)[:, None] + lanes[None, :], wanted, 0.0)
+    if MORE > 0:
+        others = tl.arange(0, MORE)
+        further = (row * width + dim)[:, None] + others[None, :]
+        further_queries = tl.load(q + further, real[:, None] & (others < more)[None, :], 0.0)
 
     # The keys that any of these rows sees, and of these the part of this split.
     stop = tl.minimum(length, length - end + first + QUERIES)
@@ -110,15 +120,23 @@ def paged_attention(
             page = tl.load(table + base // PAGE)
         else:
             page = tl.load(table + seen // PAGE, seen < stop, 0)
-        cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * dim
+        cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * width
         stored = (seen < stop)[:, None] & (lanes < dim)[None, :]
         key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)
-        value = tl.load(values + cached[:, None] + lanes[None, :], stored, 0.0)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
+        if MORE > 0:
+            value = key
+            further_places = (cached + dim)[:, None] + others[None, :]
+            further_stored = (seen < stop)[:, None] & (others < more)[None, :]
+            further_key = tl.load(keys + further_places, further_stored, 0.0)
+            scores = tl.dot(further_queries, tl.trans(further_key), scores, input_precision="ieee")
+        else:
+            value = tl.load(values + cached[:, None] + lanes[None, :], stored, 0.0)
+        scores *= scale
 
         visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
         if window > 0:
             visible = visible & (seen[None, :] > positions[:, None] - window)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         if CAP > 0:  # tanh by the sigmoid
             scores = CAP * (2.0 * tl.sigmoid(2.0 * scores / CAP) - 1.0)
         scores = tl.where(visible, scores, -float("inf"))
@@ -130,13 +148,14 @@ def paged_attention(
             total += tl.where(real, tl.exp(sink - top), 0.0)
         # A row that sees nothing is padding, and gets zeros.
         context = context / tl.where(total > 0, total, 1.0)[:, None]
+        places = (row * dim)[:, None] + lanes[None, :]
         tl.store(out + places, context.to(out.dtype.element_ty), wanted)
     else:
         size = tl.load(query_starts + sequences).to(tl.int64) * kv_heads * GROUP
-        row = split * size + tokens.to(tl.int64) * kv_heads * GROUP + heads
+        row += split * size
         tl.store(sums + row, total, real)
         tl.store(tops + row, top, real)
-        tl.store(parts + split * size * dim + places, context, wanted)
+        tl.store(parts + (row * dim)[:, None] + lanes[None, :], context, wanted)
 
 
 @_kernel

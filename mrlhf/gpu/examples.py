@@ -32,6 +32,8 @@ class Sizes:
     # of a delta net: value heads of a key head, key_dim, value_dim and taps; None if there is none
     delta: tuple[int, int, int, int] | None = (2, 16, 24, 4)
     caps: bool = False  # whether scores of attention have a cap
+    # of latent attention: its heads, numbers of a latent, and those that are rotated beside it
+    latent: tuple[int, int, int] | None = None
 
     def use(self, name: str) -> bool:
         """Whether the model needs this operator."""
@@ -79,12 +81,17 @@ def _paged_attention(
     has_sinks: bool = False,
 ) -> tuple[Any, ...]:
     keys, values = _pages(numbers, sizes)
+    q = numbers(queries + 1, 2 * sizes.group, sizes.dim)
+    if sizes.latent is not None:
+        heads, rank, rotated = sizes.latent
+        keys = numbers(len(keys), sizes.page, 1, rank + rotated)
+        values = keys[..., :rank]
+        q = numbers(queries + 1, heads, rank + rotated)
     tables = torch.arange(len(keys), dtype=torch.int32, device=keys.device).view(2, -1)
     edges = torch.tensor([0, queries, queries + 1], dtype=torch.int32, device=keys.device)
     lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=keys.device)
-    q = numbers(queries + 1, 2 * sizes.group, sizes.dim)
-    scale = 1.7 * sizes.dim**-0.5
-    sinks = numbers(2 * sizes.group) if has_sinks else None
+    scale = 1.7 * q.shape[-1] ** -0.5
+    sinks = numbers(q.shape[1]) if has_sinks else None
     cap = 2.0 if sizes.caps else 0.0
     return q, keys, values, tables, edges, lengths, queries, longest, window, scale, sinks, cap
 

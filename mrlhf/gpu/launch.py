@@ -9,6 +9,7 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from mrlhf.gpu import attention_kernels, delta_kernels, kernels
 
 _LEAST_PART = 256  # keys of a sequence below which splitting them costs more than it brings
 _LEAST_ROWS = 16  # of a matrix product on tensor cores
+_SMALL_SHARED = 99 * 1024  # bytes of shared memory of a program on an L40S; an A100 has 163 KiB
 ROWS_EACH = 32  # rows of one program in the backward pass of a norm
 
 # What is compiled is kept on this machine: a home is often slow, and shared by all machines.
@@ -167,12 +169,12 @@ def paged_attention(
     cap: float = 0.0,
     splits: int = 0,
 ) -> Tensor:
-    """Return causal attention of the last tokens of each sequence to its pages, shaped as q.
+    """Return causal attention of the last tokens of each sequence to its pages.
 
     Args:
         q: [tokens, heads, dim], sequence after sequence.
         keys: [blocks, block_size, kv_heads, dim].
-        values: as `keys`.
+        values: as `keys`; if there are fewer in a head, they are its first numbers of `keys`.
         tables: blocks of each sequence, int32 [sequences, blocks], dense in its rows.
         query_starts: int32 [sequences + 1].
         lengths: tokens of each sequence in the cache, int32 [sequences].
@@ -184,32 +186,44 @@ def paged_attention(
         cap: a score x becomes cap * tanh(x / cap); 0: it stays as it is.
         splits: into how many parts the keys of a sequence are cut; 0 chooses.
     """
-    tokens, heads, dim = q.shape
+    tokens, heads, width = q.shape
     sequences = len(lengths)
     page, kv_heads = keys.shape[1:3]
+    dim = values.shape[-1]
+    more = width - dim
     group = heads // kv_heads
     lanes = triton.next_power_of_2(max(_LEAST_ROWS, dim))
-    tile_rows, tile_keys, stages = attention_tiles(most_queries == 1, lanes * q.element_size())
-    if most_queries == 1:
+    more_lanes = triton.next_power_of_2(max(_LEAST_ROWS, more)) if more else 0
+
+    decodes = most_queries == 1
+    tiles = attention_tiles(
+        decodes and group <= _LEAST_ROWS,
+        (lanes + more_lanes) * q.element_size(),
+        _properties(q.device)["max_shared_mem"],
+    )
+    most_heads = tiles.rows if decodes else tiles.rows // 2
+    head_blocks = triton.cdiv(group, most_heads)
+    heads_each = triton.cdiv(group, head_blocks)
+    if decodes:
         queries = 1
-        blocks = sequences
-        splits = splits or count_splits(sequences * kv_heads, longest, q.device)
+        blocks = sequences * head_blocks
+        splits = splits or count_splits(blocks * kv_heads, longest, q.device)
     else:
-        queries = max(2, tile_rows // group)
-        blocks = tokens // queries + sequences
+        queries = tiles.rows // heads_each
+        blocks = (tokens // queries + sequences) * head_blocks
         splits = 1
 
-    out = torch.empty_like(q)
+    out = q.new_empty(tokens, heads, dim)
     several = splits if splits > 1 else 0
-    parts = torch.empty(several, *q.shape, dtype=torch.float32, device=q.device)
+    parts = torch.empty(several, *out.shape, dtype=torch.float32, device=q.device)
     sums, tops = torch.empty(2, several, tokens, heads, dtype=torch.float32, device=q.device)
-    rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * group))
+    rows = triton.next_power_of_2(max(_LEAST_ROWS, queries * heads_each))
 
     attention_kernels.paged_attention[(blocks, kv_heads, splits)](
         q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
-        sequences, kv_heads, dim, tables.stride(0), scale, window,
-        GROUP=group, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tile_keys, DIM=lanes,
-        CAP=cap, num_warps=4, num_stages=stages,
+        sequences, kv_heads, dim, more, tables.stride(0), scale, window,
+        GROUP=group, HEADS=heads_each, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tiles.keys,
+        DIM=lanes, MORE=more_lanes, CAP=cap, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
         attention_kernels.join_splits[(tokens * heads,)](
@@ -219,26 +233,43 @@ def paged_attention(
     return out
 
 
-def attention_tiles(decodes: bool, width: int) -> tuple[int, int, int]:
-    """Rows of q and keys that a program of attention holds, and how many blocks of keys it loads.
+class Tiles(NamedTuple):
+    """What a program of attention holds at once."""
 
-    The smaller ones let heads of `width` bytes fit into the shared memory of an A100 and an L40S.
+    rows: int  # of q
+    keys: int
+    stages: int  # blocks of keys that are loaded before they are used
+    warps: int = 4
+
+
+def attention_tiles(few: bool, width: int, shared: int) -> Tiles:
+    """The tiles for keys of `width` bytes where a program has so many bytes of `shared` memory.
+
+    An L40S has room for all but the larger rows of latents, which need that of an A100. `few` says
+    that there are not more than 16 rows.
     """
-    if width >= 1024:  # 256 numbers of float32
-        return (32 if width < 2048 else 16), 16, 2
-    return (64, 32, 2) if width >= 512 and not decodes else (64, 64, 3)
+    if width > 1152:  # such as latents in float32
+        return Tiles(16, 16, 2, 8)
+    if width > 1024:  # latents of 512 + 64 numbers in bfloat16
+        return Tiles(64 if shared > _SMALL_SHARED else 32, 32, 3, 8)
+    if width == 1024:  # 256 numbers of float32
+        return Tiles(32, 16, 2)
+    return Tiles(64, 32, 2) if width >= 512 and not few else Tiles(64, 64, 3)
 
 
 def count_splits(programs: int, longest: int, device: torch.device) -> int:
     """Into how many parts, a power of two, keys are cut so that all multiprocessors have work."""
     most = max(1, longest // _LEAST_PART)
-    wanted = max(1, min(most, 2 * _multiprocessors(device) // programs))
+    wanted = max(1, min(most, 2 * _properties(device)["multiprocessor_count"] // programs))
     return 1 << (wanted.bit_length() - 1)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _properties(device: torch.device) -> dict[str, int]:
+    if device.type == "cpu":  # in Triton's interpreter
+        return {"multiprocessor_count": 1, "max_shared_mem": _SMALL_SHARED}
+    found: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return found
 
 
 def logit_blocks(logits: Tensor, factor: float, blocks: int, each: int) -> Tensor:

@@ -69,7 +69,8 @@ def try_kernels(sizes: Sizes) -> None:
     known = fallen_back()
     for name in _forms:
         if not _faults.get(name) and sizes.use(name):
-            _faults[name] = _fault(name, sizes if name in OF_ENGINE else replace(sizes, page=0))
+            own = sizes if name in OF_ENGINE else replace(sizes, page=0, latent=None)
+            _faults[name] = _fault(name, own)
     text = fallen_back()
     if text != known and not (torch.cuda.is_available() and torch.cuda.current_device()):
         _log.warning("%s", text)

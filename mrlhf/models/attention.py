@@ -68,7 +68,8 @@ def attend(
     """
     if key.shape[-1] != value.shape[-1]:
         assert isinstance(mask, Paged) and rotation is None
-        return attend_gathered(query, key, value, mask, scale, window, sinks)
+        by = attend_pages if serves(query, key) else attend_gathered
+        return by(query, key, value, mask, scale, window, sinks)
     is_plain = sinks is None and cap is None
     able = [some for some in _IMPLEMENTATIONS if is_plain or some.takes_more]
     backend = next(some for some in able if isinstance(mask, some.mask) and some.serves(query, key))
@@ -202,7 +203,8 @@ def _attend_gathered_flat(
     mask = Paged(query_edges, lengths, tables, most_queries, most_keys)
     query = q.unflatten(1, (keys.shape[2], -1))
     more = (sinks, cap or None)
-    return attend_gathered(query, keys, values, mask, scale, window or None, *more).view(q.shape)
+    found = attend_gathered(query, keys, values, mask, scale, window or None, *more)
+    return found.unflatten(1, (q.shape[1], -1))
 
 
 _paged_attention = operator(

@@ -370,19 +370,27 @@ class ModelSpec:
         """Whether a layer has a dense MLP."""
         return self.experts is None or not all(self.experts.layers)
 
-    def kernel_sizes(self, dtype: torch.dtype, page: int = 0) -> list[Sizes]:
-        """The sizes at which kernels are tried for this model; `page` is that of the KV cache."""
+    def kernel_sizes(self, dtype: torch.dtype, page: int = 0, tp: int = 1) -> list[Sizes]:
+        """The sizes at which kernels are tried for this model; `page` is that of the KV cache.
+
+        `tp` counts the ranks that share the heads of latent attention.
+        """
         delta = None
         if self.delta is not None:
             net = self.delta
             delta = (net.value_heads // net.key_heads, net.key_dim, net.value_dim, net.taps)
-        more = (self.norm_offset is not None, delta, self.attention_cap is not None)
+        latent = None
+        if self.latent is not None:
+            latent = (self.num_heads // tp, self.latent.kv_rank, self.rotary_dim)
         return [
             Sizes(
                 kind.head_dim,
                 kind.num_heads // kind.num_kv_heads,
                 *(self.hidden_size, page, dtype),
-                *more,
+                has_wide_norms=self.norm_offset is not None,
+                delta=delta,
+                caps=self.attention_cap is not None,
+                latent=latent,
             )
             for kind in self.head_kinds
         ]

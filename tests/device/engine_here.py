@@ -283,6 +283,7 @@ def overlap() -> dict[str, Any]:
         "small cache": {"blocks": 10},
         "cancelled": {"cancel": 20},
         "delta nets": {"spec": measures.delta_spec(2)},
+        "latents": {"spec": measures.latent_spec(2)},
     }
     return {name: _overlap(**options) for name, options in cases.items()}
 
@@ -291,13 +292,13 @@ def _overlap(
     blocks: int = 90, cancel: int = -1, spec: ModelSpec | None = None, **options: Any
 ) -> dict[str, Any]:
     spec = spec or measures.model_spec(2)
-    states = 7 * CacheShape.on_rank(spec, 1, 4, 16).state_bytes  # one slot is for padding
+    shape = CacheShape.on_rank(spec, 1, 4, 16)
     limits = EngineLimits(
         max_num_seqs=6,
         max_length=128,
         max_prefill_tokens=24,
         block_size=16,
-        cache_bytes=blocks * 16 * 512 + states,
+        cache_bytes=blocks * shape.block_bytes + 7 * shape.state_bytes,  # a slot is for padding
     )
     ahead: Counter[int] = Counter()
     begin = Fetch.__init__

@@ -27,7 +27,7 @@ from tests.simulated_device import tensors
 
 Forms = set[str]
 PROMPTS = (1, 8, 70, 3, 20, 270, 11, 2, 9, 530)  # chunks, pages, more than run at once
-PROCESSORS = 132  # of an H100
+H100 = {"multiprocessor_count": 132, "max_shared_mem": 227 * 1024}
 
 
 class Kernel:
@@ -74,7 +74,7 @@ def noted() -> Iterator[Forms]:
     tensors.OURS.append(listener)
     with (
         mock.patch.multiple(launch, **stands_for),
-        mock.patch.object(launch, "_multiprocessors", lambda device: PROCESSORS),
+        mock.patch.object(launch, "_properties", lambda device: H100),
     ):
         yield forms
     tensors.OURS.clear()
@@ -88,6 +88,11 @@ def rollout() -> dict[str, dict[str, list[str]]]:
 def delta_nets() -> dict[str, dict[str, list[str]]]:
     """The same of a model with delta nets."""
     return {"delta nets": _rollout(eager=False, spec=measures.delta_spec(2))}
+
+
+def latents() -> dict[str, dict[str, list[str]]]:
+    """The same of a model with latent attention."""
+    return {"latents": _rollout(eager=False, spec=measures.latent_spec(2))}
 
 
 def _rollout(eager: bool, spec: ModelSpec | None = None) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.engine_loop import requests_for
 from mrlhf.batch import Experience, Prompts
@@ -214,6 +214,20 @@ def delta_spec(layers: int) -> ModelSpec:
     )
 
 
+def latent_spec(layers: int) -> ModelSpec:
+    """A DeepSeek-V3 without experts."""
+    return _spec(
+        DeepseekV3Config,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        num_key_value_heads=4,
+    )
+
+
 def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
     """A Qwen3 with GQA and tied embeddings, or a mixture of the same size."""
     kind = Qwen3MoeConfig if mixture else Qwen3Config
@@ -222,17 +236,17 @@ def model_spec(layers: int, mixture: bool = False) -> ModelSpec:
 
 
 def _spec(kind: Any, **sizes: Any) -> ModelSpec:
-    config = kind(
-        **sizes,
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
+    defaults = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    config = kind(**{**defaults, **sizes})
     return FAMILIES[config.model_type].read_config(config.to_dict(), "lm")
 
 

@@ -28,7 +28,9 @@ def test_the_page_bounds_something() -> None:
 def test_no_form_of_a_kernel_is_new_after_the_first_step(device: Devices) -> None:
     """Triton compiles a form when it first occurs: in the engine's warm-up, or in update 1."""
     pytest.importorskip("triton")
-    for body, kernels, count in (("rollout", 7, 9), ("updates", 7, 9), ("delta_nets", 8, 11)):
+    for body, kernels, count in (
+        *(("rollout", 7, 9), ("updates", 7, 9), ("delta_nets", 8, 11), ("latents", 6, 10)),
+    ):
         (found,) = device.run(f"tests.device.forms_here:{body}")
         for name, forms in found.items():
             assert len({form.split()[0] for form in forms["first"]}) == kernels, (name, forms)

@@ -186,7 +186,7 @@ def engine(place: Place) -> Figures:
     """The native engine's greedy tokens are transformers', with CUDA graphs and without."""
     figures = {}
     on_gpu = place.device.type == "cuda"
-    for model in MODELS:
+    for model in (*MODELS, "deepseek-v3"):
         for eager in (False, True):
             with mock.patch.object(DecodeGraphs, "run", autospec=True, side_effect=_run) as run:
                 actor_path = place.setting.root / model
@@ -362,7 +362,7 @@ def _empty_engine(
 def _engine(place: Place, model: Path, eager: bool, *form: Any) -> NativeEngine:
     """An engine with the weights of a checkpoint; `form` is that of `_empty_engine`."""
     holder = _empty_engine(place.device, load_spec(str(model), "lm"), eager, *form)
-    state = plain_models.load(model).state_dict()
+    state = load_file(model / "model.safetensors")
     for slot in holder.weight_slots():
         piece = slot.piece
         slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))

@@ -57,6 +57,8 @@ def test_the_published_sizes(published: Path) -> None:
     assert products == 7168 * (1536 + 576 + 128 * 128) + 1536 * 128 * 192 + 512 * 128 * 256
     for tp in (1, 64):  # every rank has the whole latent
         assert CacheShape.on_rank(spec, tp, 2, 64).token_bytes == 61 * (512 + 64) * 2 == 70_272
+    [sizes] = spec.kernel_sizes(torch.bfloat16, 64, 8)
+    assert sizes.latent == (16, 512, 64)
     assert family_of(spec).ignored_prefixes(spec) == ("model.layers.61.",)
 
 

@@ -31,6 +31,7 @@ from tests.pages import ROOT
 
 EPS = 1e-6
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 4e-3}
+H100 = {"multiprocessor_count": 132, "max_shared_mem": 227 * 1024}
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
@@ -41,7 +42,7 @@ def launch() -> Iterator[ModuleType]:
         patch.setenv("TRITON_INTERPRET", "1")  # read where the kernels are defined
         from mrlhf.gpu import launch
 
-        patch.setattr(launch, "_multiprocessors", lambda device: 132)
+        patch.setattr(launch, "_properties", lambda device: H100)
         yield launch
 
 
@@ -58,6 +59,7 @@ def seeded() -> None:
         Sizes(128, 7, 200, 64, delta=(1, 24, 32, 2)),
         Sizes(256, 1, 3000, 32, has_wide_norms=True),
         Sizes(512, 8, 200, 16, has_wide_norms=True),
+        Sizes(latent=(20, 40, 6)),
     ],
     ids=str,
 )
@@ -306,14 +308,41 @@ def test_attention_to_pages(
         close(found.flatten(1), wanted)
 
 
+@both_dtypes
+@pytest.mark.parametrize(
+    ("heads", "rank", "rotated", "shared"), [(1, 19, 6, 227), (20, 300, 18, 99), (20, 300, 18, 227)]
+)
+@pytest.mark.parametrize(("counts", "splits"), [([1, 1, 1], 1), ([1, 1, 1], 4), ([5, 1, 11], 1)])
+def test_attention_to_latents(
+    launch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+    heads: int, rank: int, rotated: int, shared: int, counts: list[int], splits: int,
+) -> None:  # fmt: skip
+    """Values are the first numbers of keys; many heads take several programs.
+
+    `shared` is the memory of a program in KiB.
+    """
+    monkeypatch.setattr(launch, "_properties", lambda d: H100 | {"max_shared_mem": shared << 10})
+    case = Case(1, heads, rank + rotated, 4, counts, [9, 5, 70], None)
+    scale = case.dim**-0.5
+    mask = step(case).mask
+    keys = cache(case, dtype)[0]
+    values = keys[..., :rank]
+    q = torch.randn(sum(case.counts), 1, heads, case.dim).to(dtype)
+    found = launch.paged_attention(
+        q.flatten(1, 2), keys, values, mask.block_tables, mask.query_edges, mask.lengths,
+        mask.most_queries, mask.most_keys, 0, scale, splits=splits,
+    )  # fmt: skip
+    close(found.flatten(1), attend_gathered(q, keys, values, mask, scale, None))
+
+
 def test_the_sweep_of_attention_to_pages_measures_each_choice(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from gpu_paged import SWEEPS, rows
 
-    found = list(rows(SWEEPS["tiny"], "cpu"))
-    assert [row.get("KEYS") for row in found] == [None, 32, 64]
+    found = [row for sweep in SWEEPS["tiny"] for row in rows(sweep, "cpu")]
+    assert [row.get("KEYS") for row in found] == [None, 32, 64, None, 16]
     assert all(row["bytes_per_s"] > 0 for row in found), found
 
 
@@ -369,7 +398,7 @@ def test_rows_are_sorted_by_expert_and_joined(
 def test_few_sequences_are_split_over_the_processors(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "_properties", lambda device: H100)
     device = torch.device("cpu")
     assert launch.count_splits(8, 8192, device) == 32  # 8 programs for 132 processors
     assert launch.count_splits(8, 1000, device) == 2  # no part below 256 keys

@@ -83,7 +83,8 @@ class NativeEngine:
         self._tables = tables_of_layers(spec, device, limits.max_length)
         self._sampler = TokenSampler(self._parallel, never)
         if device.type == "cuda":
-            for sizes in spec.kernel_sizes(self._dtype, self._cache_shape.block_size):
+            page = self._cache_shape.block_size
+            for sizes in spec.kernel_sizes(self._dtype, page, self._parallel.size):
                 try_kernels(sizes)
         captures = device.type == "cuda" and not limits.enforce_eager
         block_size = self._cache_shape.block_size

@@ -3,7 +3,7 @@
 Queries are taken to the space of latents, where they attend, and what they get is taken back: the
 matrices that give each head's keys and values are absorbed (https://arxiv.org/abs/2405.04434,
 section 2.1.2), so that the cache has one vector a token, whatever the number of heads. torch's
-operators compute it; no kernel of ours does. It knows flat tokens and blocks of the cache.
+operators compute it but for attention itself. It knows flat tokens and blocks of the cache.
 """
 
 from __future__ import annotations
