@@ -46,6 +46,7 @@ RUN = {
 ADAPTED = "tp=8 ep=64 micro_batch_tokens=32768 recompute=full lora.rank=16"
 MODELS = {
     "DeepSeek-V3": (671_026_419_200, 70_272, 0, ADAPTED, 32),
+    "Kimi-K2.5": (1_026_408_232_448, 70_272, 0, ADAPTED, 64),
     "GLM-4.7-Flash": (29_943_393_920, 54_144, 0, "tp=4 ep=32 micro_batch_tokens=8192", 4),
     "Qwen3-Next-80B-A3B": (79_674_391_296, 24_576, 77_266_944, "tp=8 pp=8 ep=8", 8),
     "gpt-oss-120b": (116_829_156_672, 73_728, 0, "tp=8 ep=64", 8),

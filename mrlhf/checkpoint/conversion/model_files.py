@@ -30,6 +30,7 @@ from mrlhf.weights.stored import (
     OtherForm,
     match,
     names_in_files,
+    names_read,
     read_tensor,
     survey,
 )
@@ -97,10 +98,7 @@ class HuggingFaceSource(ModelSource):
             )
 
         unneeded = 0
-        used = {tensor.name for tensor in self._files.values()}
-        scales = {tensor.scales for tensor in self._files.values() if tensor.scales is not None}
-        used |= {tensor.name for tensor in scales}
-        for name in sorted(stored.tensors.keys() - used):
+        for name in sorted(stored.tensors.keys() - names_read(self._files.values())):
             if name.startswith(family.ignored_prefixes(self.spec)):
                 unneeded += 1
             elif name.endswith(BUFFER):
