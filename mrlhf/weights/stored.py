@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mrlhf.data.hub_files import refuse_pointer
 from mrlhf.errors import WeightError
-from mrlhf.weights import mxfp4
+from mrlhf.weights.forms import Columns, MatrixRows, OtherForm, Part, Rows
 from mrlhf.weights.quantised import (
     FP8_BLOCK,
     INT4_GROUP,
@@ -58,37 +59,6 @@ _MXFP4_SCALES = "_scales"
 
 
 @dataclass(frozen=True)
-class MatrixRows:
-    """Rows [start, stop) of matrix `number` in a stack of matrices."""
-
-    number: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class OtherForm:
-    """A tensor of a file that holds one or several tensors of a model."""
-
-    shape: Shape
-    # The part of it that each of the model's tensors is, by name; None: all of it.
-    parts: Mapping[str, MatrixRows | None]
-    is_transposed: bool = False  # whether the columns of a matrix in the stack are the model's rows
-    is_packed: bool = False  # whether it has bytes of numbers in MXFP4
-
-    def shape_of(self, part: MatrixRows | None) -> Shape:
-        """The shape of the model's tensor that is this part."""
-        if part is None:
-            return self.shape
-        rows = part.stop - part.start
-        if self.is_transposed:
-            return (rows, self.shape[1])
-        if self.is_packed:
-            return (rows, self.shape[2] * mxfp4.BLOCK)
-        return (rows, *self.shape[2:])
-
-
-@dataclass(frozen=True)
 class FileTensor:
     """A tensor as the header of its file describes it."""
 
@@ -96,7 +66,7 @@ class FileTensor:
     file: Path
     dtype: str  # as safetensors calls it
     shape: Shape  # its full shape, or that of the part
-    part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
+    part: Part | None = None  # the part of the named tensor that it is; None: all of it
     is_transposed: bool = False  # see `OtherForm`
     scales: FileTensor | None = None  # of the blocks of a matrix of fp8 numbers, or in MXFP4
 
@@ -279,8 +249,18 @@ def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor],
         paths = sorted({tensor.file for tensor in read})
         handles = {path: stack.enter_context(_open(path)) for path in paths}
 
+        @lru_cache(maxsize=1)  # all experts of a layer are read out of one tensor
+        def at_once(file: Path, name: str) -> Tensor:
+            read: Tensor = handles[file].get_tensor(name)
+            return read
+
         def lazily(tensor: FileTensor) -> Any:
+            if isinstance(tensor.part, Columns):
+                part = tensor.part
+                return at_once(tensor.file, tensor.name)[:, part.first :: part.step]
             whole = handles[tensor.file].get_slice(tensor.name)
+            if isinstance(tensor.part, Rows):
+                return whole[tensor.part.start : tensor.part.stop]
             if tensor.part is None:
                 if tensor.scales is None:
                     return whole

@@ -169,14 +169,18 @@ def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path)
             read_model(tmp_path, load_spec(tmp_path, "lm"), [], needs_head=False)
 
 
-def test_adapters_go_beside_all_but_experts() -> None:
+def test_adapters_go_beside_all_linear_layers_but_routers() -> None:
     spec = tiny_spec("gpt_oss")
     adapted = trained_spec(spec, LoraSection(rank=2), [])
     factors = family_of(adapted).tensor_shapes(adapted).keys() - family_of(spec).tensor_shapes(spec)
     ends = {name.partition(".lora_")[0].split(".", 3)[3] for name in factors}
-    assert ends == {f"self_attn.{letter}_proj" for letter in "qkvo"}
-    with pytest.raises(ConfigError, match="gate_up_proj"):
-        trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj"]), [])
+    of_experts = {f"mlp.experts.{n}.{own}_proj" for n in range(4) for own in ("gate_up", "down")}
+    assert ends == {f"self_attn.{letter}_proj" for letter in "qkvo"} | of_experts
+    adapted = trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj"]), [])
+    shapes = family_of(adapted).tensor_shapes(adapted)
+    assert shapes[EXPERTS + "1.gate_up_proj.lora_B.weight"] == (48, 2)
+    with pytest.raises(ConfigError, match="no linear layer of the model is called so"):
+        trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj_bias"]), [])
 
 
 def test_what_others_cannot_build_of_it_is_refused() -> None:
