@@ -45,12 +45,14 @@ CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("llama", "token-mean", {"dtype": "bfloat16"}),
     "adapters": Case("llama", "token-mean", {"dtype": "bfloat16"}, lora=True),
+    "stacks": Case("gpt-oss", "token-mean", {"dtype": "bfloat16"}, lora=True),
     "frozen": Case("phi3", "token-mean", {"dtype": "bfloat16"}, freeze=True),
 }
 LAYOUTS = {
     "float32": ParallelLayout(tp=2, pp=1, dp=1),
     "bfloat16": ParallelLayout(tp=1, pp=2, dp=1),
     "adapters": ParallelLayout(tp=2, pp=1, dp=1),
+    "stacks": ParallelLayout(tp=2, pp=1, dp=1),
     "frozen": ParallelLayout(tp=2, pp=1, dp=1),
 }
 
@@ -95,7 +97,7 @@ def _ask(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
-    save_inputs(tmp_path, models=["llama", "phi3", "qwen2-tied"])
+    save_inputs(tmp_path, models=["llama", "phi3", "qwen2-tied", "gpt-oss"])
     run_ranks(2, _train_and_save, tmp_path)
     run_ranks(2, _ask, tmp_path)
     for dtype in CASES:
@@ -130,6 +132,8 @@ def _check_adapters(root: Path) -> None:
 
     convert_quietly(root, root / "merged", merge=True)
     assert_same_tensors(root / "exported_merged", root / "merged")
+    if root.name == "stacks":
+        return
     convert_quietly(root, root / "megatron", "megatron", merge=True)
     convert_quietly(root / "megatron", root / "back")
     assert_same_tensors(root / "merged", root / "back")
