@@ -34,14 +34,15 @@ _FUSED_LATENT_NORMS = {
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
     "pre_mlp_layernorm.weight": _FUSED_NORMS["pre_mlp_layernorm.weight"],
 }
-# Megatron-LM's names, by ours, of a mixture's parts other than router weights and experts.
-_OF_MIXTURES = {
+# Megatron-LM's names, by ours, of sinks, and of a mixture's parts other than routers and experts.
+_OTHER_NAMES = {
+    "self_attention.sinks": "self_attention.core_attention.softmax_offset",
     "mlp.router.correction": "mlp.router.expert_bias",
     "mlp.shared.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 }
-_OUR_NAMES = {theirs: ours for ours, theirs in _OF_MIXTURES.items()}
+_OUR_NAMES = {theirs: ours for ours, theirs in _OTHER_NAMES.items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -95,7 +96,7 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
     elif fused_norms and not (name.startswith("pre_mlp") and spec.has_experts(layer)):
         # No layer follows the norm of a mixture at once.
         name = (_FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS).get(name, name)
-    name = _OF_MIXTURES.get(name, name)
+    name = _OTHER_NAMES.get(name, name)
 
     if spec.experts is None or all(spec.experts.layers):
         home = StoredAt(LAYERS + name, (layer,), (spec.num_layers,))
