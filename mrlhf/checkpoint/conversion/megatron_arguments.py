@@ -188,11 +188,12 @@ def command_line(arguments: Mapping[str, Any]) -> str:
     options = gpt_oss_options(arguments) if is_gpt_oss else ["--disable-bias-linear", "--swiglu"]
     options += [
         "--normalization RMSNorm",
-        "--position-embedding-type rope",
         "--tokenizer-type HuggingFaceTokenizer",
         "--attention-dropout 0.0",
         "--hidden-dropout 0.0",
     ]
+    if arguments["position_embedding_type"] == "rope":
+        options.append("--position-embedding-type rope")
     for name in _OPTIONS_WITH_VALUES:
         if arguments.get(name) is not None:
             options.append(f"--{name.replace('_', '-')} {arguments[name]}")

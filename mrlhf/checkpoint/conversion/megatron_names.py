@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
@@ -188,6 +189,11 @@ def _homes_in(
 ) -> Iterator[Home]:
     """The homes of all named tensors in one tensor of the checkpoint."""
     for parameter, stacked, half in _parameters(spec, key):
+        if half is not None and alternates(spec, parameter):
+            raise CheckpointError(
+                f"{where}: {key} holds gates or ups alone, which is not read of a {spec.family} "
+                "model; save it without singleton_local_shards"
+            )
         rule = rules.get(parameter)
         if rule is None or (half is not None and len(rule.names) != 2):
             raise CheckpointError(
