@@ -149,7 +149,7 @@ def _save_packed(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """Save tensors as published files have them; returns what compressed-tensors reads in them."""
     quantization = pytest.importorskip("compressed_tensors.quantization")
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
-    stated = spec_of_groups(directory)
+    stated = _stated_scheme(directory)
     scheme = quantization.QuantizationScheme(**stated)
 
     generator = torch.Generator().manual_seed(1)
@@ -172,7 +172,7 @@ def _save_packed(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
     return meant
 
 
-def spec_of_groups(directory: Path) -> dict[str, Any]:
+def _stated_scheme(directory: Path) -> dict[str, Any]:
     """The scheme that the `config.json` there states."""
     stated = json.loads((directory / "config.json").read_text())
     groups: dict[str, dict[str, Any]] = stated["quantization_config"]["config_groups"]

@@ -22,9 +22,7 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     family_of_mixtures,
 )
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import (
-    FAMILY as GPT_OSS,
-)
-from mrlhf.checkpoint.conversion.megatron_gpt_oss import (
+    GPT_OSS,
     NEEDS,
     OTHERS_NEED,
     beyond_gpt_oss,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import ClampedSwish, ModelSpec
 
-FAMILY = "gpt_oss"
+GPT_OSS = "gpt_oss"
 _ALPHA = 1.702  # of megatron-core's quick_gelu
 # Attributes that megatron-core reads, the keys of `config.json`, and transformers' defaults.
 _YARN = {
@@ -165,7 +165,7 @@ def _yarn_arguments(rope: Mapping[str, Any]) -> dict[str, Any]:
         return {"position_embedding_type": "rope"}
     keys = {key for key, _ in _YARN.values()}
     others = {key for key in rope if rope[key] is not None} - {*keys, "rope_type", "rope_theta"}
-    if kind != "yarn" or others - {"type", "partial_rotary_factor"}:
+    if kind != "yarn" or others - {"type"}:
         raise CheckpointError(
             f"the model rotates with {dict(rope)}; megatron-core has attributes for "
             f"{', '.join(sorted(keys))} of yarn only"
