@@ -15,7 +15,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.adapter_files import EXPERTS, stored_lora
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.freezing import check_frozen_tensors, with_frozen
-from mrlhf.models.lora import A
+from mrlhf.models.lora import A, weight_of
 from mrlhf.models.spec import Head, Lora, ModelSpec
 
 
@@ -51,7 +51,8 @@ def with_lora(spec: ModelSpec, section: LoraSection) -> ModelSpec:
 
     targets = section.target_modules
     layers = family_of(spec).linear_layers(spec)
-    frozen = [layer for layer in layers if f"{layer}.weight" in spec.frozen]
+    shapes = family_of(spec).base_shapes(spec)
+    frozen = [layer for layer in layers if weight_of(layer, shapes) in spec.frozen]
     lora = Lora(
         rank=section.rank,
         alpha=section.alpha,
@@ -72,10 +73,12 @@ def with_stored_lora(spec: ModelSpec, path: str | Path) -> ModelSpec:
     """Return the model with the adapters in a directory of peft; raises as `with_lora`."""
     lora = stored_lora(Path(path), spec)
     adapted = replace(spec, lora=lora)
+    shapes = family_of(spec).base_shapes(spec)
     for layer in family_of(spec).linear_layers(spec):
-        if lora.adapts(layer) and f"{layer}.weight" in spec.frozen:
+        weight = weight_of(layer, shapes)
+        if lora.adapts(layer) and weight in spec.frozen:
             raise ConfigError(
-                f"freeze holds {layer}.weight, and the adapter in lora.path is of that layer too; "
+                f"freeze holds {weight}, and the adapter in lora.path is of that layer too; "
                 "leave the layer out of freeze, or merge the adapter first"
             )
     _check_experts(str(path), adapted)
@@ -112,7 +115,7 @@ def _check_rank(spec: ModelSpec) -> None:
     for name in factors:
         layer = name.removesuffix(A)
         rank = spec.lora.rank_of(layer)
-        smallest = min(shapes[f"{layer}.weight"])
+        smallest = min(shapes[weight_of(layer, shapes)])
         if rank > smallest:
             raise ConfigError(
                 f"lora.rank {rank} is above {smallest}, the smaller dimension of {layer}; use at "

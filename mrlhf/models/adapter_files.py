@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from mrlhf.config.sections import StoredAdapterSection
 from mrlhf.data.hub import repository_of
 from mrlhf.data.hub_files import read_object
 from mrlhf.errors import ConfigError, WeightError
+from mrlhf.models.adapter_stacks import joined_forms, joined_layers, joined_module, joins_experts
 from mrlhf.models.families import family_of
 from mrlhf.models.families.dense_weights import SCALAR_HEAD
 from mrlhf.models.lora import A, B, is_adapter, trained_shapes
 from mrlhf.models.spec import Lora, ModelSpec
+from mrlhf.weights.forms import OtherForm
 from mrlhf.weights.hf import FileOptions, read_tensors, write_weights
 from mrlhf.weights.shard import Shape, Slot
 from mrlhf.weights.stored import (
@@ -44,7 +46,6 @@ WEIGHTS = ADAPTER_WEIGHTS
 PREFIX = "base_model.model."
 EXPERTS = ".experts."
 _ATTENTION = re.compile(r"\.self_attn\.")
-_FUSED = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.")
 _REPETITION = re.compile(r"(?<!\()[*+?{]")
 _OF_GROUP = re.compile(r"\)[*+{]")
 
@@ -76,9 +77,9 @@ def read_adapter(path: str | Path, spec: ModelSpec, slots: Sequence[Slot]) -> bo
     are missing, damaged or of another model.
     """
     directory = Path(path)
-    shapes = _named_shapes(spec)
-    expected = ExpectedTensors(shapes, may_lack=(PREFIX + family_of(spec).scalar_head,))
-    return not read_tensors(_stored(directory), _named_slots(slots, shapes), expected)
+    expected = _expected(spec)
+    named = _named_slots(slots, expected.shapes)
+    return not read_tensors(_stored(directory), named, expected)
 
 
 def write_adapter(
@@ -86,7 +87,7 @@ def write_adapter(
 ) -> None:
     """Write adapters, and a scalar head, as `write_weights` writes a model; without the config."""
     shapes = _named_shapes(spec)
-    options = FileOptions(max_shard_bytes=sys.maxsize, file=WEIGHTS)
+    options = FileOptions(max_shard_bytes=sys.maxsize, file=WEIGHTS, forms=adapter_forms(spec))
     ratios = written_ratios(spec)
     scaled = [
         replace(slot, parameter=slot.parameter.detach() * ratios[slot.piece.name])
@@ -99,9 +100,7 @@ def write_adapter(
 
 def adapter_tensors(path: str | Path, spec: ModelSpec) -> dict[str, FileTensor]:
     """Where a directory stores each factor, by name without peft's prefix; as `read_adapter`."""
-    head = PREFIX + family_of(spec).scalar_head
-    expected = ExpectedTensors(_named_shapes(spec), may_lack=(head,))
-    tensors = match(_stored(Path(path)), expected)
+    tensors = match(_stored(Path(path)), _expected(spec))
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -222,6 +221,21 @@ def write_adapter_config(spec: ModelSpec, base: str, directory: Path) -> None:
     (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
+def adapter_forms(spec: ModelSpec) -> dict[str, OtherForm]:
+    """The tensors of such a file that hold several of the model's factors."""
+    if not joins_experts(spec):
+        return {}
+    return {
+        PREFIX + name: replace(form, parts={PREFIX + own: part for own, part in form.parts.items()})
+        for name, form in joined_forms(spec).items()
+    }
+
+
+def _expected(spec: ModelSpec) -> ExpectedTensors:
+    head = PREFIX + family_of(spec).scalar_head
+    return ExpectedTensors(_named_shapes(spec), may_lack=(head,), other_forms=adapter_forms(spec))
+
+
 def _named_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """The tensors of the file of the model's adapters."""
     family = family_of(spec)
@@ -263,7 +277,7 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
             f"the head {head} of a scalar model can be trained"
         )
 
-    layers = _layers_in(directory, stored)
+    layers = _layers_in(directory, {name: each.shape for name, each in stored.items()}, spec)
     unknown = sorted(layers - set(family_of(spec).linear_layers(spec)))
     if unknown or not layers:
         raise ConfigError(
@@ -283,6 +297,7 @@ def stored_lora(directory: Path, spec: ModelSpec) -> Lora:
         rank_stabilised=settings.use_rslora,
         ranks=tuple(settings.rank_pattern.items()),
         alphas=tuple(settings.alpha_pattern.items()),
+        joins_experts=joins_experts(spec),
     )
 
 
@@ -293,12 +308,16 @@ def stored_labels(directory: Path) -> list[str]:
     return [] if rows == 1 else [f"LABEL_{row}" for row in range(rows)]
 
 
-def _layers_in(directory: Path, stored: Iterable[str]) -> set[str]:
-    """The linear layers of which a directory has factors; `stored` are the names of its tensors."""
-    layers = set()
+def _layers_in(directory: Path, stored: Mapping[str, Shape], spec: ModelSpec) -> set[str]:
+    """The linear layers of which a directory has factors; `stored` are its tensors' shapes."""
+    plain_shapes = {name.removeprefix(PREFIX): shape for name, shape in stored.items()}
+    layers = set(joined_layers(plain_shapes, spec)) if joins_experts(spec) else set()
     for name in stored:
         plain = name.removeprefix(PREFIX)
-        if _FUSED.search(plain):
+        module = joined_module(plain)
+        if module is not None and any(layer.startswith(f"{module}.") for layer in layers):
+            continue
+        if module is not None and not joins_experts(spec):
             raise ConfigError(
                 f"{directory}: {name} is of all experts of a layer at once, as peft saves them "
                 "with transformers 5; only a pair for each expert and projection is read, as peft "

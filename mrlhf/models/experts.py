@@ -7,6 +7,7 @@ experts are chosen, nor how tokens are shared out over tensor-parallel ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ from mrlhf.models.linear import adapted
 from mrlhf.models.ops import gated
 from mrlhf.models.router import Routing
 from mrlhf.models.spec import Experts
+
+# The end of the name of a module within experts: an expert's number, and which matrix it is of.
+_MATRIX = re.compile(r"(?:^|\.)(\d+)(?:\.linear_fc([12])(?:\..*)?)?$")
 
 
 class ExpertMatrix(torch.nn.Module):
@@ -137,10 +141,14 @@ class RoutedExperts(torch.nn.ModuleDict):
         """Name the first matrices of all experts before the second ones, and the last expert first.
 
         megatron-core's buffers hold parameters in the reverse order, so that there too the matrices
-        lie in a row.
+        lie in a row. The adapters of a matrix follow it.
         """
-        found = list(super().named_modules(*arguments, **options))[::-1]
-        yield from sorted(found, key=lambda module: ".linear_fc2" in module[0])
+
+        def place(named: tuple[str, Any]) -> tuple[bool, int]:
+            found = _MATRIX.search(named[0])
+            return (False, 0) if found is None else (found[2] == "2", -int(found[1]))
+
+        yield from sorted(super().named_modules(*arguments, **options), key=place)
 
     def _apply(self, function: Any, recurse: bool = True) -> RoutedExperts:
         """Apply `function` as any module does, then lay matrices in a row: see `stacked`."""

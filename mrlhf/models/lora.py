@@ -25,6 +25,12 @@ def is_adapter(tensor: str) -> bool:
     return tensor.endswith((A, B))
 
 
+def weight_of(layer: str, shapes: Mapping[str, Shape]) -> str:
+    """Return the tensor that is a linear layer's matrix: a part of a stack has the layer's name."""
+    weight = f"{layer}.weight"
+    return weight if weight in shapes else layer
+
+
 def without_adapters(spec: ModelSpec) -> ModelSpec:
     """Return the base model, of which all would train."""
     return replace(spec, lora=None, frozen=frozenset())
@@ -33,13 +39,13 @@ def without_adapters(spec: ModelSpec) -> ModelSpec:
 def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
     """Return the linear layers that a parameter holds, each once; none if it holds no matrix.
 
-    Embeddings and output layers do not count, nor do gates of one row, indexers, which never train,
-    nor experts whose matrices are no `.weight` of a module of their own, which peft cannot name one
-    by one.
+    Embeddings and output layers do not count, nor do gates of one row, nor indexers, which never
+    train.
     """
     name = rule.names[0]
     shape = shapes.get(name, ())
-    is_layer = ".layers." in name and name.endswith(".weight") and ".indexer." not in name
+    is_layer = ".layers." in name and (name.endswith(".weight") or rule.of_expert)
+    is_layer = is_layer and ".indexer." not in name
     if len(shape) != 2 or shape[0] == 1 or not is_layer:
         return []
     return [tensor.removesuffix(".weight") for tensor in dict.fromkeys(rule.names)]
@@ -70,7 +76,7 @@ def adapter_shapes(spec: ModelSpec, shapes: Mapping[str, Shape], rule: Rule) -> 
     factors: dict[str, Shape] = {}
     for layer in adapted_layers(spec, rule, shapes):
         assert spec.lora is not None
-        rows, columns = shapes[f"{layer}.weight"]
+        rows, columns = shapes[weight_of(layer, shapes)]
         rank = spec.lora.rank_of(layer)
         factors[layer + A] = (rank, columns)
         factors[layer + B] = (rows, rank)
@@ -93,14 +99,15 @@ def adapter_rules(
 
 def _cut_rows(rule: Rule, layer: str) -> Rule:
     """Return the rule of a factor B, whose rows are cut like those of its layer."""
-    parts = [number for number, name in enumerate(rule.names) if name == f"{layer}.weight"]
+    layers = [name.removesuffix(".weight") for name in rule.names]
+    parts = [number for number, name in enumerate(layers) if name == layer]
     names = (layer + B,) * len(parts)
     if rule.intervals is not None:  # a tensor of the file holds several of them, or all
         return rule._replace(names=names, intervals=tuple(rule.intervals[n] for n in parts))
     if len(names) == len(rule.names):
         return rule._replace(names=names)
     # All but the first are of KV heads, if any are; ranks of an engine may share these.
-    kv_heads = None if rule.names[0] == f"{layer}.weight" else rule.periods
+    kv_heads = None if layers[0] == layer else rule.periods
     return Rule(
         names,
         dim=0,

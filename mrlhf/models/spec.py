@@ -184,6 +184,8 @@ class Lora:
     rank_stabilised: bool = False  # whether the scale is alpha / sqrt(rank), as in rsLoRA
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
+    # whether the patterns name a matrix of all experts of a layer, without their numbers
+    joins_experts: bool = False
 
     def adapts(self, layer: str) -> bool:
         """Whether the linear layer has an adapter."""
@@ -193,12 +195,16 @@ class Lora:
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of the layer's adapter."""
-        return _matching(self.ranks, layer, self.rank)
+        return _matching(self.ranks, self._pattern_name(layer), self.rank)
 
     def scale_of(self, layer: str) -> float:
         """Return the factor of the layer's adapter."""
-        alpha = _matching(self.alphas, layer, self.alpha)
+        alpha = _matching(self.alphas, self._pattern_name(layer), self.alpha)
         return alpha / self.divisor(self.rank_of(layer))
+
+    def _pattern_name(self, layer: str) -> str:
+        """The name of the layer that patterns are compared with."""
+        return re.sub(r"\.experts\.\d+\.", ".experts.", layer) if self.joins_experts else layer
 
     def divisor(self, rank: int) -> float:
         """Return what alpha is divided by in an adapter of this rank."""

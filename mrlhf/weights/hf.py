@@ -146,9 +146,8 @@ def write_weights(
             file, in_file = own[dist.get_rank()]
             for name in in_file:
                 if name in options.forms:
-                    parts = torch.stack([tensors.pop(part) for part in held[name]])
-                    is_transposed = options.forms[name].is_transposed
-                    tensors[name] = parts.transpose(1, 2).contiguous() if is_transposed else parts
+                    parts = {part: tensors.pop(part) for part in held[name]}
+                    tensors[name] = options.forms[name].joined(parts).contiguous()
             error = _write(tensors, directory / file, metadata)
         del tensors
 

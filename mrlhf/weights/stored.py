@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from torch import Tensor
 
 from mrlhf.data.hub_files import refuse_pointer
 from mrlhf.errors import WeightError
-from mrlhf.weights import mxfp4
+from mrlhf.weights.forms import Columns, MatrixRows, OtherForm, Part, Rows
+from mrlhf.weights.quantised import (
+    FP8_BLOCK,
+    INT4_GROUP,
+    INT4_PACKED,
+    Fp8Blocks,
+    Int4Rows,
+    MxFp4Rows,
+)
 from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
@@ -35,46 +44,18 @@ DTYPES = {
 }
 _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
-_WRAPPED = "model.language_model."  # in the files of a model that also reads images
+# In the files of a model that also reads images, as transformers writes them and as Kimi-K2.5 is.
+_WRAPPED = "model.language_model."
+_LANGUAGE = "language_model."
 BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
 FP8 = "F8_E4M3"
-FP8_BLOCK = 128
-"""Rows and columns of a block of a matrix of fp8 numbers, whose scale multiplies them."""
 _SCALES = "_scale_inv"
+_PACKED = ".weight_packed"
+_PACKED_SCALES = ".weight_scale"
+_PACKED_SHAPE = ".weight_shape"
 _MXFP4_BLOCKS = "_blocks"
 _MXFP4_SCALES = "_scales"
-
-
-@dataclass(frozen=True)
-class MatrixRows:
-    """Rows [start, stop) of matrix `number` in a stack of matrices."""
-
-    number: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class OtherForm:
-    """A tensor of a file that holds one or several tensors of a model."""
-
-    shape: Shape
-    # The part of it that each of the model's tensors is, by name; None: all of it.
-    parts: Mapping[str, MatrixRows | None]
-    is_transposed: bool = False  # whether the columns of a matrix in the stack are the model's rows
-    is_packed: bool = False  # whether it has bytes of numbers in MXFP4
-
-    def shape_of(self, part: MatrixRows | None) -> Shape:
-        """The shape of the model's tensor that is this part."""
-        if part is None:
-            return self.shape
-        rows = part.stop - part.start
-        if self.is_transposed:
-            return (rows, self.shape[1])
-        if self.is_packed:
-            return (rows, self.shape[2] * mxfp4.BLOCK)
-        return (rows, *self.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ class FileTensor:
     file: Path
     dtype: str  # as safetensors calls it
     shape: Shape  # its full shape, or that of the part
-    part: MatrixRows | None = None  # the part of the named tensor that it is; None: all of it
+    part: Part | None = None  # the part of the named tensor that it is; None: all of it
     is_transposed: bool = False  # see `OtherForm`
     scales: FileTensor | None = None  # of the blocks of a matrix of fp8 numbers, or in MXFP4
 
@@ -174,7 +155,7 @@ def match(stored: ModelFiles, expected: ExpectedTensors) -> dict[str, FileTensor
 
     As transformers does, it adds or removes the prefix `model.`, or takes `language_model.` out of
     a name, where that makes it known.
-    Matrices of fp8 numbers, and stacks in MXFP4, come with the scales of their blocks.
+    Quantised matrices, and stacks of them, come with the scales of their numbers.
 
     Raises:
         WeightError: a tensor is missing, unknown, ambiguous, of another shape than the model's, or
@@ -232,6 +213,18 @@ def names_in_files(names: Iterable[str], forms: Mapping[str, OtherForm]) -> dict
     return held
 
 
+def names_read(tensors: Iterable[FileTensor]) -> set[str]:
+    """The names of all that files hold for these tensors, scales included."""
+    names = set()
+    for tensor in tensors:
+        names.add(tensor.name)
+        if tensor.scales is not None:
+            names.add(tensor.scales.name)
+        if tensor.name.endswith(_PACKED):
+            names.add(f"{tensor.name.removesuffix(_PACKED)}{_PACKED_SHAPE}")
+    return names
+
+
 def are_equal(one: FileTensor, other: FileTensor, dtype: torch.dtype | None) -> bool:
     """Whether two matrices are equal in `dtype`, or in that of the first one."""
     if one.shape != other.shape:
@@ -256,15 +249,27 @@ def open_files(tensors: Iterable[FileTensor]) -> Iterator[Callable[[FileTensor],
         paths = sorted({tensor.file for tensor in read})
         handles = {path: stack.enter_context(_open(path)) for path in paths}
 
+        @lru_cache(maxsize=1)  # all experts of a layer are read out of one tensor
+        def at_once(file: Path, name: str) -> Tensor:
+            read: Tensor = handles[file].get_tensor(name)
+            return read
+
         def lazily(tensor: FileTensor) -> Any:
+            if isinstance(tensor.part, Columns):
+                part = tensor.part
+                return at_once(tensor.file, tensor.name)[:, part.first :: part.step]
             whole = handles[tensor.file].get_slice(tensor.name)
+            if isinstance(tensor.part, Rows):
+                return whole[tensor.part.start : tensor.part.stop]
             if tensor.part is None:
                 if tensor.scales is None:
                     return whole
-                return _ScaledBlocks(whole, tensor.shape, lazily(tensor.scales)[:])
+                if tensor.name.endswith(_PACKED):
+                    return Int4Rows(whole, lazily(tensor.scales))
+                return Fp8Blocks(whole, tensor.shape, lazily(tensor.scales)[:])
             if tensor.scales is None:
                 return _SliceOfMatrix(whole, tensor.part, tensor.is_transposed)
-            return _Dequantised(
+            return MxFp4Rows(
                 _SliceOfMatrix(whole, tensor.part),
                 _SliceOfMatrix(lazily(tensor.scales), tensor.part),
             )
@@ -300,37 +305,6 @@ class _SliceOfMatrix:
         place = (matrix, rows, *columns)
         read: Tensor = self._stack[place]
         return read[0]
-
-
-class _Dequantised:
-    """Some rows of a matrix in MXFP4, of which whole rows are read."""
-
-    def __init__(self, blocks: _SliceOfMatrix, scales: _SliceOfMatrix) -> None:
-        self._blocks = blocks
-        self._scales = scales
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        rows, *columns = index if isinstance(index, tuple) else (index,)
-        whole = mxfp4.dequantised(self._blocks[rows], self._scales[rows])
-        return whole[:, columns[0]] if columns else whole
-
-
-class _ScaledBlocks:
-    """A matrix of fp8 numbers in blocks; what is read of it is float32, times its scales."""
-
-    def __init__(self, matrix: Any, shape: Shape, scales: Tensor) -> None:
-        self._matrix = matrix
-        self._shape = shape
-        self._scales = scales.float()
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        rows, columns = (*(index if isinstance(index, tuple) else (index,)), slice(None))[:2]
-        row_blocks, column_blocks = (
-            torch.arange(size)[part] // FP8_BLOCK
-            for size, part in zip(self._shape, (rows, columns), strict=True)
-        )
-        read: Tensor = self._matrix[rows, columns]
-        return read.float() * self._scales[row_blocks][:, column_blocks]
 
 
 def _open(file: Path) -> Any:
@@ -401,21 +375,24 @@ def _by_model_name(
 ) -> Iterator[tuple[str, FileTensor]]:
     """The stored tensors by the model's names, or by their own where it does not know them."""
     names = {*known, *other_forms}
-    for tensor in stored.tensors.values():
-        name = model_name(tensor.name, names)
+    for own, tensor in stored.tensors.items():
+        name = model_name(own, names)
+        read = tensor if tensor.scales is None else replace(tensor, dtype="BF16")
         if name in known or name not in other_forms:
-            yield name, tensor
+            yield name, read
             continue
         form = other_forms[name]
         _require_shape(stored.directory, name, tensor.shape, form.shape)
-        dtype = tensor.dtype if tensor.scales is None else "BF16"
-        read = replace(tensor, dtype=dtype, is_transposed=form.is_transposed)
+        read = replace(read, is_transposed=form.is_transposed)
         for held, part in form.parts.items():
             yield held, replace(read, shape=form.shape_of(part), part=part)
 
 
 def _with_scales(stored: ModelFiles) -> dict[str, FileTensor]:
-    """The tensors other than scales; matrices of fp8 numbers and stacks in MXFP4 have theirs."""
+    """The tensors other than scales; quantised matrices and stacks have theirs.
+
+    One of packed integers has the name of the matrix that it stands for.
+    """
     tensors = dict(stored.tensors)
     for name, scales in stored.tensors.items():
         matrix = stored.tensors.get(name.removesuffix(_SCALES))
@@ -432,6 +409,18 @@ def _with_scales(stored: ModelFiles) -> dict[str, FileTensor]:
         _require_shape(stored.directory, name, scales.shape, blocks)
         tensors[matrix.name] = replace(matrix, scales=scales)
         del tensors[name]
+
+    for name, packed in stored.tensors.items():
+        module = name.removesuffix(_PACKED)
+        steps = stored.tensors.get(f"{module}{_PACKED_SCALES}")
+        if module == name or steps is None or packed.dtype != "I32" or len(packed.shape) != 2:
+            continue  # if it is quantised, it is refused for its format
+        rows, columns = packed.shape
+        shape = (rows, columns * INT4_PACKED)
+        _require_shape(stored.directory, steps.name, steps.shape, (rows, shape[1] // INT4_GROUP))
+        tensors[f"{module}.weight"] = replace(packed, shape=shape, scales=steps)
+        for unneeded in (_PACKED, _PACKED_SCALES, _PACKED_SHAPE):
+            tensors.pop(f"{module}{unneeded}", None)
     return tensors
 
 
@@ -446,7 +435,10 @@ def _require_shape(directory: Path, name: str, shape: Shape, expected: Shape) ->
 
 def model_name(name: str, known: Collection[str]) -> str:
     """The model's name of a stored tensor, or its own if the model does not know it."""
-    others = (name.removeprefix(_PREFIX), _PREFIX + name, name.replace(_WRAPPED, _PREFIX, 1))
+    others = (
+        *(name.removeprefix(_PREFIX), _PREFIX + name),
+        *(name.replace(_WRAPPED, _PREFIX, 1), name.removeprefix(_LANGUAGE)),
+    )
     return next((other for other in others if other in known), name)
 
 

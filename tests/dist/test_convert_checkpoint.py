@@ -45,12 +45,14 @@ CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("llama", "token-mean", {"dtype": "bfloat16"}),
     "adapters": Case("llama", "token-mean", {"dtype": "bfloat16"}, lora=True),
+    "stacks": Case("gpt-oss", "token-mean", {"dtype": "bfloat16"}, lora=True),
     "frozen": Case("phi3", "token-mean", {"dtype": "bfloat16"}, freeze=True),
 }
 LAYOUTS = {
     "float32": ParallelLayout(tp=2, pp=1, dp=1),
     "bfloat16": ParallelLayout(tp=1, pp=2, dp=1),
     "adapters": ParallelLayout(tp=2, pp=1, dp=1),
+    "stacks": ParallelLayout(tp=2, pp=1, dp=1),
     "frozen": ParallelLayout(tp=2, pp=1, dp=1),
 }
 
@@ -95,7 +97,7 @@ def _ask(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_checkpoints_of_sharded_models_become_policies(tmp_path: Path) -> None:
-    save_inputs(tmp_path, models=["llama", "phi3", "qwen2-tied"])
+    save_inputs(tmp_path, models=["llama", "phi3", "qwen2-tied", "gpt-oss"])
     run_ranks(2, _train_and_save, tmp_path)
     run_ranks(2, _ask, tmp_path)
     for dtype in CASES:

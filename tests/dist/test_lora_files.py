@@ -53,6 +53,15 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "attention": ("qwen3-moe", {"target_modules": ["q_proj", "o_proj"]}),
+    "stacks": (
+        "gpt-oss",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "0.mlp.experts.down_proj"],
+            "rank_pattern": {r"mlp\.experts\.gate_up_proj": 2, "q_proj": 3},
+            "alpha_pattern": {r"layers\.1\.mlp\.experts\.gate_up_proj": 5},
+        },
+    ),
     "head": (
         "llama-critic",
         {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "modules_to_save": ["score"]},

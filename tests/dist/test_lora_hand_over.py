@@ -53,6 +53,7 @@ MERGED = {
     "phi3": [AxisSizes(tp=2)],
     "qwen3-moe": [AxisSizes(tp=2, ep=2, etp=2)],
     "qwen2-moe": [AxisSizes(tp=2, ep=4, etp=1)],
+    "gpt-oss": [AxisSizes(tp=2, ep=2, etp=2)],
 }
 # The model, its layout in training, then tp and ep of the engine.
 APART = [
@@ -62,6 +63,8 @@ APART = [
     ("qwen3", AxisSizes(tp=4), 4, 1),
     ("qwen3-moe", AxisSizes(tp=2, ep=2, etp=1), 2, 2),
     ("qwen2-moe", AxisSizes(tp=2, ep=2, etp=2), 2, 1),
+    ("gpt-oss", AxisSizes(tp=2, ep=2, etp=1), 2, 2),
+    ("gpt-oss", AxisSizes(tp=2, ep=2, etp=2), 2, 1),
 ]
 SAMPLING = SamplingParams(temperature=plain_tables.TEMPERATURE, n=2, max_tokens=6, seed=0)
 LIMITS = EngineLimits(max_num_seqs=8, max_length=32, max_prefill_tokens=16, cache_bytes=2**22)

@@ -17,7 +17,7 @@ from mrlhf.config.sections import ActorOptimSection
 from mrlhf.errors import ConfigError
 from mrlhf.host import kernels
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
-from mrlhf.models.families import load_spec
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import Lora, ModelSpec
@@ -115,6 +115,7 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "qwen3-next": "core_attn",
     "qwen3-5": "full",
     "qwen3-5-adapted": "none",
+    "gpt-oss-adapted": "full",
     "qwen3-5-moe": "core_attn",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
@@ -165,8 +166,9 @@ INDEXER_LAYOUTS = {
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each model its config.json, its weights, and what transformers computes from them."""
     root = tmp_path_factory.mktemp("references")
-    adapted = {"qwen3-5-adapted": mixture_configs(SIZES)["qwen3-5"]}
-    for name, config in (_configs() | mixture_configs(SIZES) | adapted).items():
+    mixtures = mixture_configs(SIZES)
+    adapted = {f"{name}-adapted": mixtures[name] for name in ("qwen3-5", "gpt-oss")}
+    for name, config in (_configs() | mixtures | adapted).items():
         save_reference(root / name, config, is_adapted=name in adapted)
     return root
 
@@ -207,7 +209,8 @@ def _compared(
     """
     spec = load_spec(path, head="scalar" if path.name == "scalar" else "lm")
     if path.name.endswith("-adapted"):
-        spec = replace(spec, lora=Lora(RANK, ALPHA))
+        every = family_of(spec).linear_layers(spec)  # routers too
+        spec = replace(spec, lora=Lora(RANK, ALPHA, frozenset(every)))
     reference = torch.load(path / "reference.pt")
     recomputed = GRADIENTS | MIXTURE_RECOMPUTE
     model = build_model(
@@ -286,7 +289,7 @@ def _mixture_parity(
 
 @pytest.mark.parametrize("world_size", MIXTURE_LAYOUTS)
 def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
-    names = MIXTURES if world_size != 2 else (*MIXTURES, "glm4-moe-lite")
+    names = MIXTURES if world_size != 2 else (*MIXTURES, "glm4-moe-lite", "gpt-oss-adapted")
     cases = [(sizes, names) for sizes in MIXTURE_LAYOUTS[world_size]]
     cases += [(sizes, ("gpt-oss",)) for sizes in SINK_LAYOUTS[world_size]]
     cases += [(sizes, ("deepseek-v32", "glm-moe-dsa")) for sizes in INDEXER_LAYOUTS[world_size]]

@@ -97,6 +97,32 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_layer_freq": [0, 1, 1, 1],
         },
     },
+    "gpt_oss": {
+        "gpt_oss": {
+            "swiglu": False,
+            "quick_geglu": True,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 0.7,
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "window_size": [2, 0],
+            "window_attn_skip_freq": 2,
+            "position_embedding_type": "yarn",
+            "yarn_rotary_scaling_factor": 8.0,
+            "yarn_original_max_position_embeddings": 16,
+            "yarn_beta_fast": 32.0,
+            "yarn_beta_slow": 1.0,
+            "yarn_mscale": 1.0,
+            "yarn_mscale_all_dim": 0.0,
+            "yarn_correction_range_round_to_int": False,
+        },
+        "mixtures": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": 1,
+        },
+    },
     "deepseek_v3": {
         "qk_norm": True,
         "head_dim": 7,
@@ -136,6 +162,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "qwen3_moe-own-norms": {"model": MODELS["qwen3_moe-tied"], "names": "own"},
     "glm4_moe": {"model": MODELS["glm4_moe"]},
     "glm4_moe-separate": {"model": MODELS["glm4_moe"], "separate": True},
+    "gpt_oss": {"model": MODELS["gpt_oss"]},
     "deepseek_v3": {"model": MODELS["deepseek_v3"]},
     "deepseek_v3-local": {"model": MODELS["deepseek_v3"], "names": "local"},
     "two-ranks": {"model": MODELS["qwen3-tied"], "optimizer": True},
@@ -158,7 +185,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs = []
         for name, model in MODELS.items():
             if ranks == 1 or name in TWO_RANKS:
-                more = [*model.get("mixtures", {}), *model.get("latent", {})]
+                parts = ("mixtures", "latent", "gpt_oss")
+                more = [name for part in parts for name in model.get(part, {})]
                 same = [*SAME_ARGUMENTS, *more] if ranks == 1 else []
                 jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, model=model))
         for name, saved in SAVED.items():

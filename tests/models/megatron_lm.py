@@ -54,7 +54,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
 
     model = job["model"]
     scaling = model.get("rope_scaling_factor")
-    return argparse.Namespace(
+    stated = dict(
         num_layers=4,
         hidden_size=32,
         ffn_hidden_size=24,
@@ -91,6 +91,10 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         exit_signal=signal.SIGTERM,
         iteration=10,
     )
+    others = dict(model.get("gpt_oss", {}))
+    if others:
+        others["window_size"] = tuple(others["window_size"])
+    return argparse.Namespace(**stated | others)
 
 
 def build(job: dict[str, Any]) -> Any:
@@ -107,6 +111,9 @@ def build(job: dict[str, Any]) -> Any:
     if mixtures:
         mixtures["num_moe_experts"] = mixtures.pop("num_experts")
     config = _transformer_config(args, mixtures, job["model"].get("latent", {}))
+    for name, value in vars(args).items():
+        if name.startswith("yarn_"):
+            setattr(config, name, value)
     if mixtures:
         spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
         if args.multi_latent_attention:
@@ -119,7 +126,7 @@ def build(job: dict[str, Any]) -> Any:
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
         rope_scaling=args.use_rope_scaling,
@@ -153,12 +160,18 @@ def _transformer_config(
     args: argparse.Namespace, mixtures: dict[str, Any], latent: dict[str, Any]
 ) -> Any:
     import torch
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
     )
 
     kind = MLATransformerConfig if latent else TransformerConfig
+    of_gpt_oss: dict[str, Any] = {}
+    if not args.swiglu:
+        names = ("glu_linear_offset", "activation_func_clamp_value", "softmax_type")
+        names += ("window_size", "window_attn_skip_freq")
+        of_gpt_oss = {name: getattr(args, name) for name in names}
     return kind(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -169,8 +182,8 @@ def _transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=args.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu if args.swiglu else quick_gelu,
+        add_bias_linear=args.add_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
         qk_layernorm=args.qk_layernorm,
         attention_dropout=0.0,
@@ -187,6 +200,7 @@ def _transformer_config(
         cuda_graph_scope=[],
         **mixtures,
         **latent,
+        **of_gpt_oss,
         **({"rotary_base": args.rotary_base} if latent else {}),
     )
 

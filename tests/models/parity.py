@@ -267,6 +267,8 @@ def worst_gradient(
     for slot in slots_of(chunks, spec, layout, coordinates):
         if not slot.parameter.requires_grad:
             continue
+        if getattr(slot.parameter, "is_partial", False):  # as training does once a step
+            dist.all_reduce(slot.parameter.main_grad, group=groups.collection.expt_tp)
         gradient = replace(slot, parameter=slot.parameter.main_grad).load()
         deviation = (gradient - _named_slice(expected, slot)).abs().max()
         worst = max(worst, (deviation / expected[slot.piece.name].abs().max()).item())

@@ -104,6 +104,72 @@ KIMI_K2: dict[str, Any] = DEEPSEEK_V3 | {
     "vocab_size": 163840,
 }
 
+# As public repositories quote it, but for names of code.
+_INT4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": [
+        *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+KIMI_K2_5: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163585,
+    "ignore_index": -100,
+    "media_placeholder_token_id": 163605,
+    "model_type": "kimi_k25",
+    "pad_token_id": 163839,
+    "quantization_config": _INT4,
+    "text_config": KIMI_K2
+    | {
+        "max_position_embeddings": 262144,
+        "model_type": "deepseek_v3",
+        "pad_token_id": 163839,
+        "quantization_config": _INT4,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"factor": 64.0},
+    },
+    "tie_word_embeddings": False,
+    "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {
+        "merge_kernel_size": [2, 2],
+        "mm_hidden_size": 1152,
+        "mm_projector_type": "patchmerger",
+        "model_type": "",
+        "patch_size": 14,
+        "text_hidden_size": 7168,
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+    },
+}
+
 # As it stands in the repository of Qwen3-Next-80B-A3B-Instruct.
 QWEN3_NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -366,6 +432,7 @@ GEMMA_4: dict[str, Any] = {
 FILES = {
     "DeepSeek-V3": DEEPSEEK_V3,
     "Kimi-K2": KIMI_K2,
+    "Kimi-K2.5": KIMI_K2_5,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT,
     "Qwen3.5-27B": QWEN3_5,
     "Qwen3.5-35B-A3B": QWEN3_5_MOE,

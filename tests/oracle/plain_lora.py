@@ -23,8 +23,10 @@ RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
 _LINEAR = re.compile(
-    r"\.layers\..*(_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.mlp\.router)\.weight$"
+    r"\.layers\..*((_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.mlp\.router)\.weight"
+    r"|\.experts\.\d+\.(gate_up|down)_proj)$"
 )
+_OF_STACK = re.compile(r"(.*\.experts)\.\d+\.(gate_up_proj|down_proj)\.(lora_[AB]\.weight)")
 
 
 def adapter_of(model: Path) -> Path:
@@ -45,7 +47,7 @@ def save_adapter(
     tensors: dict[str, Tensor] = {}
     weights = dict(model.named_parameters())
     for name, weight in as_in_files(weights, model.config.model_type).items():
-        is_wanted = targets is None or name.split(".")[-2] in targets
+        is_wanted = targets is None or name.removesuffix(".weight").split(".")[-1] in targets
         if _LINEAR.search(name) and is_wanted:
             rows, columns = weight.shape
             layer = PREFIX + name.removesuffix(".weight")
@@ -55,16 +57,71 @@ def save_adapter(
                 tensors[f"{layer}.lora_{factor}.weight"] = noise
 
     directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+    _save(tensors, directory, model)
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    parameters: dict[str, str] = {}
+    if model.config.model_type == "gpt_oss":  # whose experts and routers are no modules of torch
+        of_experts = {own: f"experts.{own}" for own in ("gate_up_proj", "down_proj")}
+        parameters = {**of_experts, "router": "router.weight"}
     config = {
         "peft_type": "LORA",
         "r": RANK,
         "lora_alpha": ALPHA,
-        "target_modules": sorted(layers),
+        "target_modules": sorted(layers - parameters.keys()),
+        "target_parameters": [parameters[layer] for layer in sorted(layers & parameters.keys())],
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _joined_name(name: str, model: Any) -> str | None:
+    """The name under which peft joins a factor of an expert of gpt-oss with those of the others.
+
+    Of the two stacks of a module it wraps the one around the other.
+    """
+    found = _OF_STACK.fullmatch(name)
+    if found is None or model.config.model_type != "gpt_oss":
+        return None
+    module, own, factor = found.groups()
+    return f"{module}.{'base_layer.' if own == 'gate_up_proj' else ''}{factor}"
+
+
+def _save(tensors: dict[str, Tensor], directory: Path, model: Any) -> None:
+    """Write factors as peft names them, of experts in stacks as it joins them."""
+    stored: dict[str, Tensor] = {}
+    joined: dict[str, list[Tensor]] = {}
+    for name, factor in tensors.items():
+        of_all = _joined_name(name, model)
+        if of_all is None:
+            stored[name] = factor
+        else:
+            joined.setdefault(of_all, []).append(factor)
+    for name, factors in joined.items():
+        if "lora_A" in name:
+            stored[name] = torch.cat(factors)
+        else:  # the first column of each expert, then the second ones
+            stored[name] = torch.stack(factors, dim=2).flatten(1)
+    save_file(stored, directory / "adapter_model.safetensors", {"format": "pt"})
+
+
+def separated(stored: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The factors of peft's file, or their gradients, those of each expert by themselves."""
+    factors: dict[str, Tensor] = {}
+    for name in as_in_files(dict(model.named_parameters()), model.config.model_type):
+        for factor in ("lora_A.weight", "lora_B.weight"):
+            own = f"{PREFIX}{name.removesuffix('.weight')}.{factor}"
+            of_all = _joined_name(own, model)
+            if own in stored:
+                factors[own] = stored[own]
+            elif of_all in stored:
+                joined = stored[of_all]
+                count = model.config.num_local_experts
+                number = int(own.split(".experts.")[1].split(".")[0])
+                if "lora_A" in factor:
+                    factors[own] = joined.chunk(count)[number].clone()
+                else:
+                    factors[own] = joined[:, number::count].clone()
+    return factors
 
 
 class Added(torch.nn.Module):
@@ -74,10 +131,17 @@ class Added(torch.nn.Module):
         factors: for each matrix, one below the other and stack by stack, its name with A and B.
     """
 
-    def __init__(self, names: list[str], stored: dict[str, Tensor], stacks: int | None) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        stored: dict[str, Tensor],
+        stacks: int | None,
+        is_transposed: bool,
+    ) -> None:
         super().__init__()
         self.names = names
         self._stacks = stacks
+        self._is_transposed = is_transposed
         self.first = torch.nn.ParameterList([stored[f"{name}.lora_A.weight"] for name in names])
         self.second = torch.nn.ParameterList([stored[f"{name}.lora_B.weight"] for name in names])
 
@@ -86,12 +150,14 @@ class Added(torch.nn.Module):
         products = torch.cat([b @ a for a, b in pairs])
         if self._stacks is not None:
             products = products.unflatten(0, (self._stacks, -1))
+        if self._is_transposed:
+            products = products.transpose(1, 2)
         return weight + ALPHA / RANK * products
 
 
 def adapt(model: Any, directory: Path) -> None:
     """Freeze the model but a scalar head, and add the adapter of a directory to it."""
-    stored = load_file(directory / "adapter_model.safetensors")
+    stored = separated(load_file(directory / "adapter_model.safetensors"), model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "score.weight")
     for name, parameter in list(model.named_parameters()):
@@ -100,7 +166,8 @@ def adapt(model: Any, directory: Path) -> None:
         if f"{layers[0]}.lora_A.weight" in stored:
             owner, _, own = name.rpartition(".")
             stacks = len(parameter) if parameter.dim() == 3 else None
-            added = Added(layers, stored, stacks)
+            is_transposed = stacks is not None and model.config.model_type == "gpt_oss"
+            added = Added(layers, stored, stacks, is_transposed)
             parametrize.register_parametrization(model.get_submodule(owner), own, added)
 
 

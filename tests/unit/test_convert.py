@@ -58,6 +58,7 @@ def _linear_layers(name: str) -> int:
         "mixtral": 4 * (2 + 4 * 2),
         "qwen2_moe": 4 * (2 + 4 * 2 + 2),
         "qwen3_moe-tied": 3 * (2 + 8 * 2) + 4,
+        "gpt_oss": 4 * (2 + 4 * 2),
         "glm4_moe": 3 * (2 + 8 * 2 + 2) + 4,
         "deepseek_v3": 3 * (5 + 8 * 2 + 2) + 5 + 2,
         "glm4_moe_lite": 3 * (4 + 8 * 2 + 2) + 4 + 2,

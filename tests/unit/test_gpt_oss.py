@@ -13,15 +13,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
+from mrlhf.checkpoint.conversion.megatron_arguments import (
+    arguments_of,
+    command_line,
+    config_of,
+    differences,
+)
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.config.sections import LoraSection
 from mrlhf.errors import CheckpointError, ConfigError, WeightError
 from mrlhf.models.adapter_choice import trained_spec
-from mrlhf.models.families import family_of, load_spec, save_config
+from mrlhf.models.families import family_of, load_spec, save_config, spec_of
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
-from mrlhf.models.spec import ClampedSwish, Experts
+from mrlhf.models.spec import ClampedSwish, Experts, ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.weights.mxfp4 import dequantised
@@ -169,17 +174,92 @@ def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path)
             read_model(tmp_path, load_spec(tmp_path, "lm"), [], needs_head=False)
 
 
-def test_adapters_go_beside_all_but_experts() -> None:
+def test_adapters_go_beside_all_linear_layers_but_routers() -> None:
     spec = tiny_spec("gpt_oss")
     adapted = trained_spec(spec, LoraSection(rank=2), [])
     factors = family_of(adapted).tensor_shapes(adapted).keys() - family_of(spec).tensor_shapes(spec)
     ends = {name.partition(".lora_")[0].split(".", 3)[3] for name in factors}
-    assert ends == {f"self_attn.{letter}_proj" for letter in "qkvo"}
-    with pytest.raises(ConfigError, match="gate_up_proj"):
-        trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj"]), [])
+    of_experts = {f"mlp.experts.{n}.{own}_proj" for n in range(4) for own in ("gate_up", "down")}
+    assert ends == {f"self_attn.{letter}_proj" for letter in "qkvo"} | of_experts
+    adapted = trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj"]), [])
+    shapes = family_of(adapted).tensor_shapes(adapted)
+    assert shapes[EXPERTS + "1.gate_up_proj.lora_B.weight"] == (48, 2)
+    with pytest.raises(ConfigError, match="no linear layer of the model is called so"):
+        trained_spec(spec, LoraSection(rank=2, target_modules=["gate_up_proj_bias"]), [])
 
 
-def test_what_others_cannot_build_of_it_is_refused() -> None:
-    spec = tiny_spec("gpt_oss")
-    with pytest.raises(CheckpointError, match="attention sinks"):
-        arguments_of(spec, 128)
+def _published_spec(**changes: Any) -> ModelSpec:
+    return spec_of({**gpt_oss(36, 128), "attention_bias": True, **changes}, "lm")
+
+
+def test_megatron_lm_has_arguments_for_the_published_model() -> None:
+    """The names are those of megatron-core 0.16; it has no options for yarn."""
+    spec = _published_spec()
+    stated = arguments_of(spec, 128)
+    options = command_line(stated).splitlines()
+    for option in (
+        *("--quick-geglu", "--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0"),
+        *("--softmax-type learnable", "--window-size 127,0", "--window-attn-skip-freq 2"),
+        *("--kv-channels 64", "--num-query-groups 8", "--num-experts 128", "--moe-router-topk 4"),
+    ):
+        assert option in options, option
+    assert not {"--disable-bias-linear", "--swiglu", "--position-embedding-type rope"} & {*options}
+    yarn = {name: value for name, value in stated.items() if name.startswith("yarn_")}
+    assert yarn == {
+        "yarn_rotary_scaling_factor": 32.0,
+        "yarn_original_max_position_embeddings": 4096,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.0,
+        "yarn_correction_range_round_to_int": False,
+    }
+    assert spec_of(config_of(stated, spec.vocab_size, None), "lm") == spec
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softmax_type": "vanilla"},
+        {"window_attn_skip_freq": 4},
+        {"window_size": (128, 0)},
+        {"activation_func_clamp_value": 5.0},
+        {"glu_linear_offset": 0.0},
+        {"add_bias_linear": False},
+        {"yarn_beta_fast": 1.0},
+        {"position_embedding_type": "rope"},
+    ],
+)
+def test_arguments_of_another_model_are_found(change: dict[str, Any]) -> None:
+    spec = _published_spec()
+    stated = arguments_of(spec, 128)
+    assert differences(spec, {**stated, "window_attn_skip_freq": [1, 0] * 18}) == []
+    (found,) = differences(spec, {**stated, **change})
+    assert found.startswith(next(iter(change)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_alpha": 1.3}, "gates whose alpha is not 1.702"),
+        ({"attention_bias": False}, "attention without biases"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "of yarn only"),
+    ],
+)
+def test_what_megatron_lm_cannot_build_of_it_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    config = {**tiny_config("gpt_oss").to_dict(), **changes}
+    config["rope_parameters"] = {"rope_theta": 10000.0, **config["rope_parameters"]}
+    with pytest.raises(CheckpointError, match=message):
+        arguments_of(spec_of(config, "lm"), 128)
+
+
+def test_arguments_of_scaled_angles_and_without_windows_are_refused() -> None:
+    stated = arguments_of(_published_spec(), 128)
+    with pytest.raises(CheckpointError, match=r"yarn_mscale and yarn_mscale_all_dim are"):
+        config_of({**stated, "yarn_mscale_all_dim": 1.0}, 100, None)
+    with pytest.raises(CheckpointError, match="window_size is None"):
+        config_of({**stated, "window_size": None}, 100, None)
+    with pytest.raises(CheckpointError, match="swiglu is False; only True"):
+        config_of(stated, 100, "mixtral")

@@ -47,6 +47,7 @@ RUN = {
 ADAPTED = "tp=8 ep=64 micro_batch_tokens=32768 recompute=full lora.rank=16"
 MODELS = {
     "DeepSeek-V3": (671_026_419_200, 70_272, 0, ADAPTED, 32),
+    "Kimi-K2.5": (1_026_408_232_448, 70_272, 0, ADAPTED, 64),
     "GLM-4.7-Flash": (29_943_393_920, 54_144, 0, "tp=4 ep=32 micro_batch_tokens=8192", 4),
     "GLM-5": (743_911_218_432, 89_856, 0, ADAPTED, 32),
     "DeepSeek-V3.2": (671_877_944_064, 70_272, 0, ADAPTED, 32),

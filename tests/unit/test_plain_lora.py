@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests.oracle.plain_lora import PREFIX, Added, adapter_of
+from tests.oracle.plain_lora import PREFIX, Added, adapter_of, separated
 from tests.oracle.plain_models import MIXTURES, MODELS, load, save_models
 
 
@@ -19,7 +19,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model not in MIXTURES])
+# peft adapts experts of gpt-oss alone in the form in which they are here.
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in MIXTURES[:-1]])
 def test_the_oracle_is_peft(root: Path, model: str) -> None:
     ours = load(root / model, adapted=True)
     theirs = PeftModel.from_pretrained(load(root / model), adapter_of(root / model))
@@ -37,6 +38,7 @@ def test_the_oracle_is_peft(root: Path, model: str) -> None:
         for name, parameter in theirs.named_parameters()
         if parameter.requires_grad
     }
+    gradients = separated(gradients, load(root / model))
     compared = 0
     for module in ours.modules():
         if isinstance(module, Added):

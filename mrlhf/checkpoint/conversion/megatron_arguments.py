@@ -21,6 +21,17 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     expert_options,
     family_of_mixtures,
 )
+from mrlhf.checkpoint.conversion.megatron_gpt_oss import (
+    GPT_OSS,
+    NEEDS,
+    OTHERS_NEED,
+    beyond_gpt_oss,
+    gpt_oss_arguments,
+    gpt_oss_config,
+    gpt_oss_options,
+    gpt_oss_rope_parameters,
+    stated_gpt_oss,
+)
 from mrlhf.checkpoint.conversion.megatron_latents import (
     LATENT_ROPE,
     LATENT_SIZES,
@@ -72,6 +83,7 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "mtp_num_layers": (None, None),
     "window_attn_skip_freq": (None, None),
     "no_rope_freq": (None, None),
+    **OTHERS_NEED,
     **ROUTER_NEEDS,
 }
 
@@ -134,11 +146,13 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **latent_arguments(spec),
         **expert_arguments(spec),
+        **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
     }
 
 
 def _beyond_megatron(spec: ModelSpec) -> str | None:
     """A feature of the model, in words, that Megatron-LM's layers or arguments lack, or None."""
+    is_gpt_oss = spec.family == GPT_OSS
     features = {
         "gated delta nets": spec.delta is not None,
         "gates of attention": spec.output_gate,
@@ -154,12 +168,12 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
             spec.logits_divisor,
         )
         != (1.0, 1.0, None, 1.0),
-        "attention sinks": spec.has_sinks,
         "caps of attention or logits": (spec.attention_cap, spec.logits_cap) != (None, None),
-        "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
+        "biases on o_proj or the MLP": (spec.o_bias or spec.mlp_bias) and not is_gpt_oss,
         "q, k and v in one tensor": spec.fused_tensors,
         "layers that do not rotate": None in spec.ropes,
-        "a window on some layers only": len(set(spec.windows)) > 1,
+        "a window on some layers only": len(set(spec.windows)) > 1 and not is_gpt_oss,
+        **(beyond_gpt_oss(spec) if is_gpt_oss else {}),
     }
 
     if spec.experts is not None:
@@ -169,15 +183,16 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
 
 def command_line(arguments: Mapping[str, Any]) -> str:
     """The options of `pretrain_gpt.py` that build the model of `arguments_of`, one on each line."""
-    options = [
-        "--disable-bias-linear",
-        "--swiglu",
+    is_gpt_oss = arguments["add_bias_linear"]
+    options = gpt_oss_options(arguments) if is_gpt_oss else ["--disable-bias-linear", "--swiglu"]
+    options += [
         "--normalization RMSNorm",
-        "--position-embedding-type rope",
         "--tokenizer-type HuggingFaceTokenizer",
         "--attention-dropout 0.0",
         "--hidden-dropout 0.0",
     ]
+    if arguments["position_embedding_type"] == "rope":
+        options.append("--position-embedding-type rope")
     for name in _OPTIONS_WITH_VALUES:
         if arguments.get(name) is not None:
             options.append(f"--{name.replace('_', '-')} {arguments[name]}")
@@ -245,6 +260,8 @@ def config_of(
     if family in ("mistral", "mixtral"):
         window = arguments.get("window_size")
         config["sliding_window"] = None if window is None else window[0] + 1
+    if family == GPT_OSS:
+        config |= gpt_oss_config(arguments)
     if family in LATENT_FAMILIES:
         config |= latent_config(arguments)
     if family in MIXTURE_FAMILIES:
@@ -259,12 +276,20 @@ def _refuse_unknown(arguments: Mapping[str, Any], model_type: str | None) -> Non
             f"the arguments of Megatron-LM do not describe a {model_type} model; known are "
             f"{', '.join(MEGATRON_FAMILIES)}"
         )
-    for name, (default, needed) in _NEEDED.items():
+    for name, (default, needed) in _needed(model_type or _family_of(arguments)).items():
         if arguments.get(name, default) != needed:
             raise CheckpointError(
                 f"the checkpoint's {name} is {arguments.get(name, default)!r}; only {needed!r} has "
                 f"a Hugging Face family here"
             )
+
+
+def _needed(family: str) -> dict[str, tuple[Any, Any]]:
+    """For each argument with one value in all models of a family, its default and the value."""
+    if family != GPT_OSS:
+        return _NEEDED
+    compared = ("position_embedding_type", "window_attn_skip_freq", "activation_func_clamp_value")
+    return {name: pair for name, pair in (_NEEDED | NEEDS).items() if name not in compared}
 
 
 def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
@@ -275,6 +300,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
         is_used = name != "ffn_hidden_size" or spec.has_dense_layers
         # With latent attention, kv_channels mean nothing; without it, its sizes.
         is_used = is_used and name in expected and (spec.latent is None or name != "kv_channels")
+        is_used = is_used and (spec.family != GPT_OSS or name != "add_qkv_bias")
         if is_used and arguments.get(name) not in (None, expected[name]):
             found.append(difference(name, arguments[name], expected[name]))
 
@@ -288,8 +314,13 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             if stated != expected[name]:
                 found.append(difference(name, stated, expected[name]))
 
+    if spec.family == GPT_OSS:
+        for name, stated in stated_gpt_oss(arguments).items():
+            if stated != expected.get(name):
+                found.append(difference(name, stated, expected.get(name)))
+
     found += contradictions(spec, arguments)
-    for name, (_, needed) in _NEEDED.items():
+    for name, (_, needed) in _needed(spec.family).items():
         if arguments.get(name, needed) != needed:
             found.append(difference(name, arguments[name], needed))
     return found
@@ -297,6 +328,8 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
 
 def _family_of(arguments: Mapping[str, Any]) -> str:
     """The family with exactly the features that the arguments turn on."""
+    if arguments.get("softmax_type") == "learnable":
+        return GPT_OSS
     if arguments.get("num_experts") is not None:
         return family_of_mixtures(arguments)
     features = {
@@ -334,6 +367,8 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": None,
     }
 
+    if spec.family == GPT_OSS:
+        return options
     if spec.latent is not None:
         options |= latent_rope_arguments(rope)
     elif kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
@@ -354,6 +389,8 @@ def _rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) ->
     if family == "glm4_moe":
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
+    if family == GPT_OSS:
+        return gpt_oss_rope_parameters(arguments, theta)
     if family in LATENT_FAMILIES:
         return latent_rope_parameters(arguments, theta)
     linear = arguments.get("rotary_seq_len_interpolation_factor")

@@ -13,7 +13,7 @@ from mrlhf.models.spec import Experts, ModelSpec
 
 # The families with mixtures that Megatron-LM's arguments can describe.
 LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
-MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT_FAMILIES)
+MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", *LATENT_FAMILIES)
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
 ROUTER_NEEDS: dict[str, tuple[Any, Any]] = {
@@ -157,7 +157,7 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint has no experts, and so is no {family} model")
     width = stated["moe_ffn_hidden_size"]
     config = {"num_experts_per_tok": stated["moe_router_topk"]}
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         config |= {"num_local_experts": stated["num_experts"], "intermediate_size": width}
         return config
 

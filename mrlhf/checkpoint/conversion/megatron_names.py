@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
@@ -34,14 +35,15 @@ _FUSED_LATENT_NORMS = {
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
     "pre_mlp_layernorm.weight": _FUSED_NORMS["pre_mlp_layernorm.weight"],
 }
-# Megatron-LM's names, by ours, of a mixture's parts other than router weights and experts.
-_OF_MIXTURES = {
+# Megatron-LM's names, by ours, of sinks, and of a mixture's parts other than routers and experts.
+_OTHER_NAMES = {
+    "self_attention.sinks": "self_attention.core_attention.softmax_offset",
     "mlp.router.correction": "mlp.router.expert_bias",
     "mlp.shared.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 }
-_OUR_NAMES = {theirs: ours for ours, theirs in _OF_MIXTURES.items()}
+_OUR_NAMES = {theirs: ours for ours, theirs in _OTHER_NAMES.items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -95,7 +97,7 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
     elif fused_norms and not (name.startswith("pre_mlp") and spec.has_experts(layer)):
         # No layer follows the norm of a mixture at once.
         name = (_FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS).get(name, name)
-    name = _OF_MIXTURES.get(name, name)
+    name = _OTHER_NAMES.get(name, name)
 
     if spec.experts is None or all(spec.experts.layers):
         home = StoredAt(LAYERS + name, (layer,), (spec.num_layers,))
@@ -187,6 +189,11 @@ def _homes_in(
 ) -> Iterator[Home]:
     """The homes of all named tensors in one tensor of the checkpoint."""
     for parameter, stacked, half in _parameters(spec, key):
+        if half is not None and alternates(spec, parameter):
+            raise CheckpointError(
+                f"{where}: {key} holds gates or ups alone, which is not read of a {spec.family} "
+                "model; save it without singleton_local_shards"
+            )
         rule = rules.get(parameter)
         if rule is None or (half is not None and len(rule.names) != 2):
             raise CheckpointError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.conversion.megatron_arguments import config_of, differences
+from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates, alternating
 from mrlhf.checkpoint.conversion.megatron_names import Home, find_homes, split_names
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_pickle
@@ -227,6 +228,8 @@ class MegatronSource(ModelSource):
         starts = (*home.numbers, *(0 for _ in shape[stacked:]))
         stops = (*(number + 1 for number in home.numbers), home.rows, *shape[stacked + 1 :])
         parameter = self._reader.read(Box(home.key, starts, stops)).squeeze(tuple(range(stacked)))
+        if alternates(self.spec, home.key):
+            parameter = alternating(parameter)
         if home.is_shared:
             # A layer's q, k and v follow each other, each with its bias: two parameters in turn.
             while len(self._parameters) > 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
+from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates, gates_first
 from mrlhf.checkpoint.conversion.megatron_names import LAYERS, extra_states, stored_at
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
 from mrlhf.checkpoint.conversion.model_files import write_config
@@ -80,6 +81,12 @@ def write_megatron(
             f"Megatron-LM gives the norms of latents the epsilon {spec.norm_eps} of all norms; "
             f"transformers gives them {spec.latent.norm_eps}"
         )
+    if arguments["position_embedding_type"] == "yarn":
+        notes.append(
+            "pretrain_gpt.py has no options for yarn; set position_embedding_type of GPTModel, and "
+            "the attributes yarn_* of its configuration, to the arguments of those names in "
+            "common.pt"
+        )
     return [
         *notes,
         f"{OPTIONS_FILE} holds the options of pretrain_gpt.py for this model; "
@@ -103,6 +110,8 @@ def _write_weights(
         values = torch.empty(shape, dtype=dtype)
         for piece in pieces_of(parameter, rule, shapes, tp_rank=0, tp_size=1):
             Slot(piece, values).store(source.read(piece.name))
+        if alternates(spec, parameter):
+            values = gates_first(values)
 
         if parameter.startswith(LAYERS):
             layer, _, name = parameter.removeprefix(LAYERS).partition(".")

@@ -18,18 +18,19 @@ from torch import Tensor
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import ConfigError
-from mrlhf.models.adapter_files import PREFIX, WEIGHTS, write_adapter_config
+from mrlhf.models.adapter_files import PREFIX, WEIGHTS, adapter_forms, write_adapter_config
 from mrlhf.models.families import family_of, load_spec, save_config, stated_spec, with_labels
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import expected_tensors
 from mrlhf.weights.files import file_names, publish, split_files, temporary
+from mrlhf.weights.forms import OtherForm
 from mrlhf.weights.stored import (
     BUFFER,
     DTYPES,
     ModelFiles,
-    OtherForm,
     match,
     names_in_files,
+    names_read,
     read_tensor,
     survey,
 )
@@ -97,10 +98,7 @@ class HuggingFaceSource(ModelSource):
             )
 
         unneeded = 0
-        used = {tensor.name for tensor in self._files.values()}
-        scales = {tensor.scales for tensor in self._files.values() if tensor.scales is not None}
-        used |= {tensor.name for tensor in scales}
-        for name in sorted(stored.tensors.keys() - used):
+        for name in sorted(stored.tensors.keys() - names_read(self._files.values())):
             if name.startswith(family.ignored_prefixes(self.spec)):
                 unneeded += 1
             elif name.endswith(BUFFER):
@@ -132,7 +130,7 @@ def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int
     refuses.
     """
     if source.base is not None:
-        tensors = [_to_write(source, name, PREFIX) for name in source.tensors]
+        tensors = _factors_to_write(source)
         write_tensors(directory, WEIGHTS, tensors)
         source.write_assets(directory)
         path = os.path.abspath(str(source.base.assets))
@@ -163,6 +161,25 @@ def _to_write(source: ModelSource, name: str, prefix: str = "") -> TensorSource:
     """A tensor that is read when it is written, with `prefix` before its name in the file."""
     form = source.tensors[name]
     return TensorSource(prefix + name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
+
+
+def _factors_to_write(source: ModelSource) -> list[TensorSource]:
+    """The tensors of a source of adapters alone, as peft names and joins them."""
+    forms = adapter_forms(source.spec)
+    tensors: list[TensorSource] = []
+    for name, parts in names_in_files((PREFIX + name for name in source.tensors), forms).items():
+        own = parts[0].removeprefix(PREFIX)
+        if name not in forms:
+            tensors.append(_to_write(source, own, PREFIX))
+            continue
+
+        def joined(form: OtherForm = forms[name]) -> list[Tensor]:
+            factors = {part: source.read(part.removeprefix(PREFIX)) for part in form.parts}
+            return [form.joined(factors).reshape(-1)]
+
+        dtype = source.tensors[own].dtype
+        tensors.append(TensorSource(name, dtype, forms[name].shape, joined))
+    return tensors
 
 
 def _stack_to_write(source: ModelSource, name: str, form: OtherForm) -> TensorSource:

@@ -259,6 +259,12 @@ def _language_model(file: Path, stated: dict[str, Any], family: Family) -> dict[
     own = stated.get("text_config")
     if not isinstance(own, dict):
         raise ConfigError(f"{file}: no text_config; a {family.wrapper} model must state it")
+    model_type = own.get("model_type", family.model_type)
+    if model_type not in (family.model_type, *family.renamed):
+        raise ConfigError(
+            f"{file}: text_config has model_type {model_type!r}; of a {family.wrapper} model only "
+            f"{' and '.join((family.model_type, *family.renamed))} are supported"
+        )
     of_files = {key: stated[key] for key in _OF_ALL_PARTS if key in stated}
     ties = {key: stated[key] for key in ("tie_word_embeddings",) if key in stated}
     return {**of_files, **own, **ties}

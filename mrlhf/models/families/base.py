@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mrlhf.models.lora import adapter_rules, adapter_shapes, linear_layers, with_adapters
 from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.weights.forms import OtherForm
 from mrlhf.weights.shard import Rule, Shape
-from mrlhf.weights.stored import OtherForm
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Kimi-K2, Moonlight: latent attention, and experts as in GLM-4.5.
+"""DeepSeek-V3 and R1, Kimi-K2, text of Kimi-K2.5, Moonlight: latents, and experts as in GLM-4.5.
 
 This file knows only what their `config.json` may say, and how their checkpoints name tensors.
 """
@@ -22,6 +22,10 @@ from mrlhf.models.spec import Head, Latent, ModelSpec
 
 # What transformers computes whatever these keys say, which it does not know.
 _ONLY = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+# How names begin of what reads images in Kimi-K2.5, as published and as transformers writes it.
+_READS_IMAGES = tuple(
+    f"{start}{part}." for start in ("", "model.") for part in ("vision_tower", "mm_projector")
+)
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
@@ -91,7 +95,8 @@ DEEPSEEK_V3 = replace(
         ExpertNames(shared="mlp.shared_experts"),
         REQUIRED,
     ),
-    ignored_prefixes=draft_layers,
+    ignored_prefixes=lambda spec: (*draft_layers(spec), *_READS_IMAGES),
     float32_endings=(ExpertNames().correction,),
+    wrapper="kimi_k25",
     renamed=("kimi_k2",),
 )

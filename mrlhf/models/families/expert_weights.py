@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.forms import MatrixRows, OtherForm, Part
 from mrlhf.weights.mxfp4 import BLOCK, BYTES
 from mrlhf.weights.shard import Rule, Shape
-from mrlhf.weights.stored import MatrixRows, OtherForm
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def forms_in_memory(
     experts = spec.experts
     assert experts is not None and names.up is not None
     width = experts.ffn_size
-    gates_and_ups: dict[str, MatrixRows | None] = {}
-    downs: dict[str, MatrixRows | None] = {}
+    gates_and_ups: dict[str, Part | None] = {}
+    downs: dict[str, Part | None] = {}
     for number in range(experts.count):
         expert = f"{prefix}{names.experts}.{number}."
         gates_and_ups[expert + names.gate] = MatrixRows(number, 0, width)

@@ -12,7 +12,12 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
 from mrlhf.models.families.dense import refuse_scalar
 from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import grouped_experts, mixture_family, with_experts
+from mrlhf.models.families.mixture import (
+    draft_layers,
+    grouped_experts,
+    mixture_family,
+    with_experts,
+)
 from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
@@ -42,6 +47,6 @@ GLM4_MOE_LITE = replace(
         ExpertNames(shared="mlp.shared_experts"),
         REQUIRED,
     ),
-    ignored_prefixes=DEEPSEEK_V3.ignored_prefixes,
+    ignored_prefixes=draft_layers,
     float32_endings=DEEPSEEK_V3.float32_endings,
 )

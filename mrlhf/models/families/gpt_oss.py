@@ -14,7 +14,7 @@ from mrlhf.models.families.dense import dense_spec, with_layer_types
 from mrlhf.models.families.expert_weights import ExpertNames, stacked_forms
 from mrlhf.models.families.mixture import count, mixture_family, with_experts
 from mrlhf.models.spec import ClampedSwish, Experts, Head, ModelSpec
-from mrlhf.weights.stored import OtherForm
+from mrlhf.weights.forms import OtherForm
 
 _NAMES = ExpertNames(router="mlp.router.weight", gate="gate_up_proj", up=None, down="down_proj")
 

@@ -17,7 +17,7 @@ from mrlhf.models.families.dense import REQUIRED_KEYS, dense_family
 from mrlhf.models.families.dense_weights import rules_of, tensor_shapes
 from mrlhf.models.families.expert_weights import ExpertNames, forms_in_memory
 from mrlhf.models.spec import Experts, Head, ModelSpec
-from mrlhf.weights.stored import OtherForm
+from mrlhf.weights.forms import OtherForm
 
 _MOST_EXPERTS = 4096
 SHARED_EXPERT_KEYS = (

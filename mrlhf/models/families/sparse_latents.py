@@ -16,7 +16,12 @@ from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
 from mrlhf.models.families.dense import refuse_scalar
 from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.glm4_moe_lite import listed_experts
-from mrlhf.models.families.mixture import count, mixture_family, with_experts
+from mrlhf.models.families.mixture import (
+    count,
+    draft_layers,
+    mixture_family,
+    with_experts,
+)
 from mrlhf.models.spec import Head, Indexer, ModelSpec
 
 _MOST_CHOSEN = 10**7
@@ -61,7 +66,7 @@ def _family(model_type: str, class_stem: str) -> Family:
             ExpertNames(shared="mlp.shared_experts"),
             (*REQUIRED, "index_n_heads", "index_head_dim", "index_topk"),
         ),
-        ignored_prefixes=DEEPSEEK_V3.ignored_prefixes,
+        ignored_prefixes=draft_layers,
         float32_endings=DEEPSEEK_V3.float32_endings,
     )
 

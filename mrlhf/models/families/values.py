@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrlhf.errors import ConfigError
-from mrlhf.weights.stored import FP8_BLOCK
+from mrlhf.weights.quantised import FP8_BLOCK, INT4_GROUP
 
 _LARGEST_COUNT = 10**9
 _QUANTISED = ("quantization_config", "compression_config")
@@ -78,6 +78,8 @@ _NUMBERS = {
     "num_labels": _COUNT,
 }
 _FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]
+# The integers that are read of `quant_method: compressed-tensors`.
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": INT4_GROUP}
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _FLAGS = (
     "tie_word_embeddings",
@@ -112,11 +114,13 @@ def check_values(config: Mapping[str, Any], quantisations: Sequence[str] = ()) -
     for key in _QUANTISED:
         stated = config.get(key)
         method = stated.get("quant_method") if isinstance(stated, dict) else None
-        if stated is not None and method not in quantisations and not _is_block_fp8(stated):
+        if stated is None or method in quantisations:
+            continue
+        if not _is_block_fp8(stated) and not _is_packed_int4(stated):
             raise ConfigError(
                 f"{key} says that the weights are quantised, which is not supported but for fp8 "
-                f"with weight_block_size {_FP8_BLOCKS}; give the model in bfloat16, float16 or "
-                "float32"
+                f"with weight_block_size {_FP8_BLOCKS} and compressed-tensors in format "
+                f"pack-quantized with {_INT4}; give the model in bfloat16, float16 or float32"
             )
     if config.get("transformers_weights") is not None:
         raise ConfigError(
@@ -146,6 +150,23 @@ def _is_block_fp8(quantisation: object) -> bool:
     if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "fp8":
         return False
     return quantisation.get("weight_block_size") == _FP8_BLOCKS
+
+
+def _is_packed_int4(quantisation: object) -> bool:
+    """Whether weights are packed integers of 4 bits, multiplied out when they are read."""
+    if not isinstance(quantisation, dict):
+        return False
+    kind = (quantisation.get("quant_method"), quantisation.get("format"))
+    groups = quantisation.get("config_groups")
+    if kind != ("compressed-tensors", "pack-quantized") or not isinstance(groups, dict):
+        return False
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or group.get("input_activations") is not None:
+            return False
+        if {key: weights.get(key) for key in _INT4} != _INT4 or weights.get("actorder"):
+            return False
+    return True
 
 
 def _check_numbers(prefix: str, ranges: Mapping[str, _Range], values: Mapping[str, Any]) -> None:
