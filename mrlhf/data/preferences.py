@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Sequences
+from mrlhf.config.data import Overlong
 from mrlhf.data.conversations import (
     encode_prompt,
     encode_response,
@@ -27,7 +28,6 @@ from mrlhf.data.conversations import (
     prompt_of,
     read_messages,
 )
-from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
