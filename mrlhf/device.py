@@ -247,13 +247,8 @@ def _keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Device) -> torch.dtype:
-    """The dtype of parameters and activations; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    return dtype_on(setting, device.kind)
-
-
 def dtype_on(setting: Literal["auto", "float32", "bfloat16"], kind: str) -> torch.dtype:
-    """The result of `resolve_dtype` for a kind of device."""
+    """The dtype of parameters and activations; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if setting == "auto":
         return torch.bfloat16 if kind == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
-from mrlhf.device import Device, resolve_dtype
+from mrlhf.device import Device, dtype_on
 from mrlhf.errors import WeightError
 from mrlhf.gpu.library import try_kernels
 from mrlhf.metrics import Tally
@@ -86,7 +86,7 @@ class ModelEngine:
         self.spec = spec
         self.groups = groups
         self.device = device.torch_device
-        self.dtype = resolve_dtype(section.dtype, device)
+        self.dtype = dtype_on(section.dtype, device.kind)
         self.path = section.path
         self._section = section
         self._multiple = groups.layout.tp if section.sequence_parallel else 1  # see `make_packs`

@@ -16,9 +16,9 @@ from torch.torch_version import TorchVersion
 from mrlhf import nvidia
 from mrlhf.device import (
     Device,
+    dtype_on,
     peak_tflops,
     pick_device,
-    resolve_dtype,
     seed_everything,
     set_variables_of_torch,
 )
@@ -189,10 +189,10 @@ def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dtype() -> None:
-    assert resolve_dtype("auto", CPU) is torch.float32
-    assert resolve_dtype("auto", GPU) is torch.bfloat16
-    assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
-    assert resolve_dtype("float32", GPU) is torch.float32
+    assert dtype_on("auto", CPU.kind) is torch.float32
+    assert dtype_on("auto", GPU.kind) is torch.bfloat16
+    assert dtype_on("bfloat16", CPU.kind) is torch.bfloat16
+    assert dtype_on("float32", GPU.kind) is torch.float32
 
 
 def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:
