@@ -125,11 +125,10 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors live and how ranks communicate; a GPU's `torch_device` includes the index."""
+    """Where tensors live; a GPU's `torch_device` includes the index."""
 
     kind: Kind
     torch_device: torch.device
-    backend: Literal["gloo", "nccl"]
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device, so that a clock can be read."""
@@ -206,14 +205,14 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
 
     if not available:
         _keep_freed_memory()
-        return Device("cpu", torch.device("cpu"), "gloo")
+        return Device("cpu", torch.device("cpu"))
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: torch sees "
             f"{torch.cuda.device_count()}; start at most that many processes on each machine"
         )
     torch.cuda.set_device(local_rank)
-    return Device("cuda", torch.device("cuda", local_rank), "nccl")
+    return Device("cuda", torch.device("cuda", local_rank))
 
 
 def _processor() -> str:
