@@ -179,11 +179,6 @@ class ModelEngine:
             self.residency.forget_copies()
             initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
 
-    def hold_until(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before weights and moments change next; see `ShardedOptimizer.hold_until`."""
-        assert self.optimizer is not None, "a frozen model does not change"
-        self.optimizer.hold_until(wait)
-
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write a Hugging Face checkpoint without its configuration; every rank calls this.
 
