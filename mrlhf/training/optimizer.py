@@ -37,15 +37,8 @@ from mrlhf.models.parameters import is_hidden_matrix
 from mrlhf.models.transformer_engine import HAVE_TE, linears_of
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
-from mrlhf.training.muon import Holders, Muon
-from mrlhf.training.optimizer_states import (
-    MOMENTS,
-    mains,
-    make_moments,
-    parts,
-    states_of,
-    step_part,
-)
+from mrlhf.training.muon import Holders, Muon, stepping
+from mrlhf.training.optimizer_states import MOMENTS, mains, make_moments, parts, states_of
 from mrlhf.training.residency import Residency
 from mrlhf.weights.shard import Slot
 
@@ -230,7 +223,8 @@ class ShardedOptimizer:
                     for group, count in zip(inner.param_groups, counts, strict=True):
                         if count is not None:
                             group["step"] = count
-                    step_part(inner, part)
+                    with stepping(inner, {id(main) for main in part}):
+                        inner.step()
                     for main in part:
                         if id(main) in self._parts_of_weights:
                             self._parts_of_weights[id(main)].copy_(main.detach().view(-1))
