@@ -110,8 +110,7 @@ class Tokenizer:
         """The text of `ids`, with or without special tokens."""
         if skip_special_tokens and self.end_ids and len(ids) and ids[-1] in self.end_ids:
             ids = ids[:-1]
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def pieces(self, rows: Sequence[Sequence[int]]) -> list[list[str]]:
         """The text of each token of each row, special tokens included.

@@ -149,8 +149,7 @@ class ShardedOptimizer:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale, for megatron-core's schedule."""
-        scaled: torch.Tensor = self._optimizer.scale_loss(loss)
-        return scaled
+        return self._optimizer.scale_loss(loss)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -420,10 +419,8 @@ class ShardedOptimizer:
 
 def _main_of(parameter: Tensor) -> Tensor:
     """Return the main weight of a parameter, without the distributed optimizer."""
-    main: Tensor = parameter  # one of float32 is its own
-    if parameter.dtype == torch.bfloat16:
-        main = vars(parameter)["main_param"]
-    return main
+    is_own = parameter.dtype != torch.bfloat16
+    return parameter if is_own else vars(parameter)["main_param"]
 
 
 def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:
