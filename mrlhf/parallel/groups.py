@@ -169,7 +169,6 @@ class GroupFactory:
         )
 
     def _machine(self) -> Machine:
-        """The ranks of this machine."""
         ranks_of: dict[str, list[int]] = {}
         for rank, name in enumerate(self._machines):
             ranks_of.setdefault(name, []).append(rank)
