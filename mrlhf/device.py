@@ -125,11 +125,10 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors live and how ranks communicate; a GPU's `torch_device` includes the index."""
+    """Where tensors live; a GPU's `torch_device` includes the index."""
 
     kind: Kind
     torch_device: torch.device
-    backend: Literal["gloo", "nccl"]
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device, so that a clock can be read."""
@@ -206,14 +205,14 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
 
     if not available:
         _keep_freed_memory()
-        return Device("cpu", torch.device("cpu"), "gloo")
+        return Device("cpu", torch.device("cpu"))
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: torch sees "
             f"{torch.cuda.device_count()}; start at most that many processes on each machine"
         )
     torch.cuda.set_device(local_rank)
-    return Device("cuda", torch.device("cuda", local_rank), "nccl")
+    return Device("cuda", torch.device("cuda", local_rank))
 
 
 def _processor() -> str:
@@ -247,13 +246,8 @@ def _keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Device) -> torch.dtype:
-    """The dtype of parameters and activations; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    return dtype_on(setting, device.kind)
-
-
 def dtype_on(setting: Literal["auto", "float32", "bfloat16"], kind: str) -> torch.dtype:
-    """The result of `resolve_dtype` for a kind of device."""
+    """The dtype of parameters and activations; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if setting == "auto":
         return torch.bfloat16 if kind == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]

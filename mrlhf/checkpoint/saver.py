@@ -175,7 +175,8 @@ class Saver:
             self._staging.follow(next(iter(engines)).device)
             writer.begin(models, write_rest, self._staging)
             for engine in engines:
-                engine.hold_until(writer.wait_until_copied)
+                assert engine.optimizer is not None, "a frozen model does not change"
+                engine.optimizer.hold_until(writer.wait_until_copied)
 
     def _prepare(self, hidden: Path) -> str | None:
         """Make the hidden directory; returns the error, if any, on every rank."""

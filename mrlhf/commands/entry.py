@@ -97,8 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _on_ranks(name, rest[place : place + 2], rest[:place] + rest[place + 2 :])
     sys.argv = [f"mrlhf {name}", *rest]
     module = importlib.import_module(BY_NAME[name].module)
-    code: int = getattr(module, BY_NAME[name].function)()
-    return code
+    return getattr(module, BY_NAME[name].function)()
 
 
 def help_text() -> str:

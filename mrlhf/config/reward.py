@@ -45,12 +45,12 @@ class RewardTermSection(Section):
         return raw
 
 
-def _has_function(terms: list[RewardTermSection]) -> bool:
-    """Whether any of `terms` is a user's function."""
-    return any(is_reference(term.name) for term in terms)
-
-
-_IF_OWN = read_if("terms", _has_function, "holds no function of your own", "name one there")
+_IF_OWN = read_if(
+    "terms",
+    lambda terms: any(is_reference(term.name) for term in terms),
+    "holds no function of your own",
+    "name one there",
+)
 
 
 class RewardSection(Section):

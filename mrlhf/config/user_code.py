@@ -100,8 +100,7 @@ def load_member(file: Path, name: str, wanted: str = "function") -> Callable[...
             kind = type(member).__name__
             raise UserCodeError(f"{name} in {file} is of type {kind}, and no {wanted}; {hint}")
         raise UserCodeError(f"{file} has no {wanted} {name!r}; {hint}")
-    found: Callable[..., Any] = member
-    return found
+    return member
 
 
 def summarise_error(error: BaseException, file: Path) -> str:

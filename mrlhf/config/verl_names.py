@@ -89,6 +89,15 @@ def longest_end(table: Mapping[str, ValueT], name: str) -> ValueT | None:
     return None
 
 
+def nearest_section(table: Mapping[str, ValueT], name: str) -> ValueT | None:
+    """The entry of `name`, or of the nearest section around it that the table holds."""
+    while name:
+        if name in table:
+            return table[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
 def _without_verls_section(name: str) -> str:
     for theirs, ours in read_names().sections.items():
         if name == theirs or name.startswith(f"{theirs}."):
@@ -108,7 +117,7 @@ def _with_sections(word: str) -> list[str]:
 
 def _rows(name: str) -> Iterator[Name]:
     """The rows of a key, those of the whole key first."""
-    row = _longest(read_names().elsewhere, name)
+    row = nearest_section(read_names().elsewhere, name)
     if row is not None:
         yield row
     role, _, rest = name.partition(".")
@@ -119,21 +128,12 @@ def _rows(name: str) -> Iterator[Name]:
 
 def _reason(name: str) -> str | None:
     """The reason why `name` has no counterpart; "" without a reason; None if it is not known."""
-    reason = _longest(read_names().missing, name)
+    reason = nearest_section(read_names().missing, name)
     role, _, rest = name.partition(".")
     if reason is None and role in _ROLES:
         if rest.startswith("optim.muon_"):
             return "Muon is as in torch.optim.Muon, with the learning rate of AdamW"
-        reason = _longest(read_names().missing_below_a_role, rest)
+        reason = nearest_section(read_names().missing_below_a_role, rest)
     if reason is None and role in ("optim", "checkpoint"):  # of SFT, whose model needs no role
-        reason = _longest(read_names().missing_below_a_role, name)
+        reason = nearest_section(read_names().missing_below_a_role, name)
     return reason
-
-
-def _longest(table: Mapping[str, ValueT], name: str) -> ValueT | None:
-    """The entry of `name`, or of the nearest section around it that the table holds."""
-    while name:
-        if name in table:
-            return table[name]
-        name = name.rpartition(".")[0]
-    return None

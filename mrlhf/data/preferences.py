@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Sequences
+from mrlhf.config.data import Overlong
 from mrlhf.data.conversations import (
     encode_prompt,
     encode_response,
@@ -27,7 +28,6 @@ from mrlhf.data.conversations import (
     prompt_of,
     read_messages,
 )
-from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, of_rows, warn_of_dropped
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
@@ -62,7 +62,6 @@ class PreferenceRows:
 
     responses: list[list[list[int]]]  # [rows][responses]: prompt, response and eos, the best first
     prompt_lengths: list[int]  # tokens of the prompt, the first ones of each response
-    dropped: int  # number of rows left out because a response was too long
     margins: list[float] | None = None  # of pairs: by how much the better one is to score higher
     ties: list[bool] | None = None  # of pairs: whether neither is better; None: no pair is a tie
     # float32 [rows, columns], the numbers of single responses; NaN where a row has none
@@ -131,7 +130,7 @@ def encode_preferences(
     last is the assistant's. Such a list may hold the prompt itself, as in TRL. A ranking has
     `responses`, a list of strings, and a row with numbers a `response`. A row is never truncated,
     because the reward is read at eos: if a response has more than `max_length` tokens, the row is
-    refused, or dropped and counted.
+    refused, or dropped.
 
     Raises:
         DataError: a row is malformed or too long, or no row is left.
@@ -158,13 +157,12 @@ def encode_preferences(
                 f"data.max_length {max_length}; raise it, or set data.overlong to drop"
             )
 
-    dropped = len(rows) - len(kept)
     if not kept:
         raise DataError(
             f"none of {len(rows)} preference {_UNITS[columns.kind]}s fits into data.max_length "
             f"{max_length}; raise it"
         )
-    warn_of_dropped("sequences", dropped, rows, max_length)
+    warn_of_dropped("sequences", len(rows) - len(kept), rows, max_length)
     if empty:
         logger.warning("a response is empty in %s", of_rows(empty, rows))
 
@@ -175,7 +173,7 @@ def encode_preferences(
         decided = [pair for pair, tie in zip(responses, is_tie, strict=True) if not tie]
         _check_differences(rows, decided)
     targets = _targets(kept, columns.targets)
-    return PreferenceRows(responses, prompt_lengths, dropped, margins, ties, targets)
+    return PreferenceRows(responses, prompt_lengths, margins, ties, targets)
 
 
 def _check_differences(rows: Sequence[Row], responses: list[list[list[int]]]) -> None:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
+
+from jinja2 import Template
 
 from mrlhf.batch import Prompts
-from mrlhf.config.row_template import RowTemplate
+from mrlhf.config.data import Overlong
+from mrlhf.config.row_template import row_template
 from mrlhf.config.sections import OwnPromptSection
 from mrlhf.data.conversations import encode_prompt, prompt_of
 from mrlhf.data.reference_answers import AnswerRules, reference_answer
@@ -22,8 +25,6 @@ from mrlhf.data.tokenizer import Prompt, Tokenizer
 from mrlhf.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-Overlong = Literal["error", "drop"]
 
 _VARIABLES = ("prompt", "ground_truth", "data_source", "extra_info")
 _KNOWN_COLUMNS = ("prompt", "answer", "reward_model", "data_source", "extra_info")
@@ -34,7 +35,7 @@ class OtherPrompts:
     """Makes for each row another prompt than the policy's, which another model reads."""
 
     key: str  # of the template
-    template: RowTemplate
+    template: Template
     most_tokens: int
 
     @staticmethod
@@ -44,7 +45,7 @@ class OtherPrompts:
         `most_tokens` is the limit if the section has none of its own.
         """
         key = f"{role}.template"
-        template = RowTemplate(key, section.template or "", "prompt", _VARIABLES)
+        template = row_template(key, section.template or "", "prompt", _VARIABLES)
         return OtherPrompts(key, template, section.max_prompt_length or most_tokens)
 
     def prompt(self, row: Row, prompt: Prompt, *others: Any) -> Prompt:

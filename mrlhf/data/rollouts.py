@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from mrlhf.config.data import Overlong
 from mrlhf.data.conversations import encode_prompt, encode_response, plain_text, prompt_of
-from mrlhf.data.prompts import Overlong
 from mrlhf.data.rows import Row, warn_of_dropped
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError

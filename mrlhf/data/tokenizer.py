@@ -110,8 +110,7 @@ class Tokenizer:
         """The text of `ids`, with or without special tokens."""
         if skip_special_tokens and self.end_ids and len(ids) and ids[-1] in self.end_ids:
             ids = ids[:-1]
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def pieces(self, rows: Sequence[Sequence[int]]) -> list[list[str]]:
         """The text of each token of each row, special tokens included.
@@ -435,10 +434,12 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
     if model is not None and not isinstance(model.get("model"), dict):
         raise DataError(f'{path / _FAST_FILE}: no "model", so it is no tokenizer; save it anew')
 
+    # AutoTokenizer chooses a class by the model type in config.json, and some of these classes
+    # (Qwen2) ignore tokenizer.json. That is enough where no class builds a pipeline of its own.
+    named = None if config is None else config.get("tokenizer_class")
+    is_generic = model is not None and named in _GENERIC_CLASSES
     try:
-        # AutoTokenizer chooses a class by the model type in config.json, and some of these classes
-        # (Qwen2) ignore tokenizer.json.
-        loader = PreTrainedTokenizerFast if _is_generic(model, config) else AutoTokenizer
+        loader = PreTrainedTokenizerFast if is_generic else AutoTokenizer
         backend: PreTrainedTokenizerBase = loader.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
@@ -466,13 +467,6 @@ def _check_vocabulary(path: Path) -> None:
             f"tokenizer {path}: the directory holds no {_FAST_FILE}, {MODEL_FILE}, vocab.json or "
             "vocab.txt; name one that holds the tokenizer's files"
         ) from None
-
-
-def _is_generic(model: object | None, config: Mapping[str, Any] | None) -> bool:
-    """Whether tokenizer.json is enough: the config names no class that builds its own pipeline."""
-    if model is None or config is None:
-        return False
-    return config.get("tokenizer_class") in _GENERIC_CLASSES
 
 
 def _brief(error: Exception) -> str:

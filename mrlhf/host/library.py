@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import logging
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -62,7 +63,8 @@ def _library_path(compiler: str, sources: tuple[Path, ...]) -> Path:
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     texts = [path.read_bytes() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
-    identity = (*texts, version, " ".join(_FLAGS).encode(), _processor().encode())
+    processor = processor_says("flags|Features") or platform.machine()
+    identity = (*texts, version, " ".join(_FLAGS).encode(), processor.encode())
     digest = hashlib.blake2b(b"|".join(identity), digest_size=8).hexdigest()
     name = f"{sources[0].stem}-{digest}"
     directory = cache_directory()
@@ -102,12 +104,11 @@ def _written_at(path: Path) -> int | None:
         return None
 
 
-def _processor() -> str:
-    """Return a text that differs between processors that need different code."""
+def processor_says(name: str) -> str:
+    """Return what the system says of the processor under `name`, a pattern; "" if nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return platform.machine()
-    return next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
-    )
+        return ""
+    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1] if found else ""

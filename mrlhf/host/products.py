@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mrlhf.host.library import processor_says
 
 _MOST_WIDENED = 1 << 22  # numbers of a matrix that are widened at once
 _log = logging.getLogger(__name__)
@@ -32,16 +32,8 @@ def float32_is_faster() -> bool:
     # Intel's half of it.
     if torch.cpu._is_amx_tile_supported():
         return False
-    return not (torch.cpu._is_avx512_bf16_supported() and _vendor() == "AuthenticAMD")
-
-
-def _vendor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    named = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
-    return named.group(1) if named else ""
+    is_amd = processor_says("vendor_id") == "AuthenticAMD"
+    return not (torch.cpu._is_avx512_bf16_supported() and is_amd)
 
 
 @cache

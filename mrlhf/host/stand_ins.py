@@ -158,8 +158,7 @@ class StandInLoader(importlib.machinery.SourceFileLoader):
         """The bytecode of the rewritten module, from the cache if it is there."""
         source = self.get_data(self.path)
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # none, or cut off
-            code: CodeType = marshal.loads(_kept_bytecode(source, self.path).read_bytes())
-            return code
+            return marshal.loads(_kept_bytecode(source, self.path).read_bytes())
 
         code = self.source_to_code(source, self.path)
         if not sys.dont_write_bytecode:

@@ -119,7 +119,10 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
 
 def read_engine_inputs(config: PPOConfig) -> EngineInputs:
     """Read what an engine needs beside its model; raises as `check_inputs`."""
-    tokenizer, endings = _tokenizer_and_endings(config)
+    end_tokens = end_token_ids(config.actor.path)
+    tokenizer = _tokenizer(config).ending_with(end_tokens)
+    stop = (config.rollout.stop, config.rollout.stop_token_ids)
+    endings = find_endings(*stop, end_tokens, tokenizer)
     environments = read_environments(config, tokenizer, endings.token_ids)
     return EngineInputs(tokenizer, endings, environments)
 
@@ -204,15 +207,6 @@ def _check_present_inputs(config: AnyConfig) -> None:
         read_generation_config(here.actor.path)
         if here.reward.terms:
             load_rewards(here).close()
-
-
-def _tokenizer_and_endings(config: PPOConfig) -> tuple[Tokenizer, Endings]:
-    """The tokenizer of a PPO run, and what ends a response."""
-    end_tokens = end_token_ids(config.actor.path)
-    tokenizer = _tokenizer(config).ending_with(end_tokens)
-    stop = (config.rollout.stop, config.rollout.stop_token_ids)
-    endings = find_endings(*stop, end_tokens, tokenizer)
-    return tokenizer, endings
 
 
 def _prompts_by_split(

@@ -110,10 +110,6 @@ class GroupFactory:
         self._machines = machines or all_gather_objects(name_of_this_machine(), world)
         self.machine = self._machine()
 
-    def alone(self) -> Group:
-        """The group of this rank alone."""
-        return self._own_group([[self._rank]])
-
     def role_groups(self, layout: ParallelLayout) -> RoleGroups:
         """This rank's groups in a role of `layout`, which covers the world."""
         assert layout.world_size == self._world_size, (layout, self._world_size)
@@ -173,7 +169,6 @@ class GroupFactory:
         )
 
     def _machine(self) -> Machine:
-        """The ranks of this machine."""
         ranks_of: dict[str, list[int]] = {}
         for rank, name in enumerate(self._machines):
             ranks_of.setdefault(name, []).append(rank)

@@ -31,8 +31,7 @@ class KeyExchange:
 
     def gather(self, own: Tensor) -> Tensor:
         """The keys that each held segment may see, [seen, ...], with gradients to `own`."""
-        gathered: Tensor = _Gather.apply(self, own)
-        return gathered
+        return _Gather.apply(self, own)
 
     def lay_out(self, own: Tensor) -> Tensor:
         """The same as `gather` without gradients."""

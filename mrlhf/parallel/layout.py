@@ -205,8 +205,7 @@ class ParallelLayout:
 
     def size(self, axis: Axis) -> int:
         """Number of positions on `axis`."""
-        size: int = getattr(self, axis)
-        return size
+        return getattr(self, axis)
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of global rank `rank`."""

@@ -119,8 +119,7 @@ class Machine:
             extent.within(table.entries).copy_(tensor.detach())
         self._complete_here(table.entries, table.is_shared)
         tensors = [extent.within(table.entries) for extent in extents]
-        value: T = put_together(pickled, shared, tensors)
-        return value
+        return put_together(pickled, shared, tensors)
 
     def complete(self, entries: Tensor, is_shared: bool) -> None:
         """Add up the entries that all ranks have written; see `OpenTable.complete`."""

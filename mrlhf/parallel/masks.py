@@ -28,14 +28,12 @@ class Packed:
     @cached_property
     def query_lengths(self) -> list[int]:
         """Queries of each sequence; on a GPU the first call waits for the device."""
-        lengths: list[int] = self.query_edges.diff().tolist()
-        return lengths
+        return self.query_edges.diff().tolist()
 
     @cached_property
     def key_lengths(self) -> list[int]:
         """Keys of each sequence; see `query_lengths`."""
-        lengths: list[int] = self.key_edges.diff().tolist()
-        return lengths
+        return self.key_edges.diff().tolist()
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,7 @@ class PackedSequences(PackedSeqParams):
         padded = self._part_edges.diff()
         known = self.lengths if self.trees is None else self.trees.lengths
         own = torch.nn.functional.pad(known, (0, len(padded) - len(known)))
-        lengths: list[int] = own.where(own > 0, padded).tolist()
-        return lengths
+        return own.where(own > 0, padded).tolist()
 
     @property
     def _part_edges(self) -> Tensor:

@@ -52,11 +52,6 @@ class _Layout:
         """Where each pack begins, [packs]."""
         return torch.nn.functional.pad(self.ends[:-1], (1, 0))
 
-    @property
-    def tokens_in(self) -> Tensor:
-        """Tokens of each pack, [packs]."""
-        return self.ends - self.pack_begins
-
     def within(
         self, segments: Segments, parts: Tensor, first: Tensor, end: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +105,7 @@ def make_packs(
 
     # A table of one column has no place for sequences of a row that follow each other.
     firsts = sequences.columns if select == "response" else torch.zeros_like(sequences.columns)
-    tokens_in = (laid.tokens_in // segments.size).tolist()
+    tokens_in = ((laid.ends - laid.pack_begins) // segments.size).tolist()
     fields_of: dict[str, Sequence[Any]] = {
         "rows": [rows.tolist() for rows in sequences.rows[laid.rows].split(laid.rows_in.tolist())],
         "token_ids": send(token_ids, device).split(tokens_in),

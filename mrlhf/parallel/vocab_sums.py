@@ -118,7 +118,6 @@ class Normalisers:
     to_mixture: Tensor | None = None  # KL(p || m) where the divergence has a mixture m
 
     def __getitem__(self, rows: slice) -> Normalisers:
-        """The normalisers of some tokens."""
         to_mixture = None if self.to_mixture is None else self.to_mixture[rows]
         return Normalisers(self.policy[rows], self.reference[rows], to_mixture)
 

@@ -110,7 +110,6 @@ class Passes:
 
     @property
     def _stage_layers(self) -> float:
-        """Layers of a stage."""
         return self.spec.num_layers / self.layout.pp
 
     def _head(self, work: Work) -> float:

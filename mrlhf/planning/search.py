@@ -33,6 +33,7 @@ _SHOWN = 5
 # (docs/lab/2026-11-planning.md).
 _TOLD_APART = 1.1
 _MEMORY_STEP = 0.1  # of a GPU
+_NOT_OF_LAYOUT = (".recompute", ".micro_batch_tokens", ".offload", ".stream")
 
 
 @dataclass(frozen=True)
@@ -136,16 +137,14 @@ def _first(plans: Sequence[Plan], world_size: int) -> list[Plan]:
     """The first few that run, one of each layout, whatever its micro-batches."""
     kept: dict[tuple[Any, ...], Plan] = {}
     for plan in plans:
-        layout = tuple(value for key, value in plan.keys.items() if _is_of_layout(key))
+        layout = tuple(
+            value for key, value in plan.keys.items() if not key.endswith(_NOT_OF_LAYOUT)
+        )
         if len(kept) == _SHOWN:
             break
         if layout not in kept and _problem(plan.config, world_size) is None:
             kept[layout] = plan
     return list(kept.values())
-
-
-def _is_of_layout(key: str) -> bool:
-    return not key.endswith((".recompute", ".micro_batch_tokens", ".offload", ".stream"))
 
 
 def _order(plan: Plan, fastest: float, gpu: Gpu) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ It does not know how they are shown.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from mrlhf.checkpoint.manifest import CHECKPOINTS, with_manifest
 from mrlhf.config.load import read_leaves
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
+from mrlhf.report.samples import plain
 
 _NOT_COMPARED = ("trainer.output_dir", "trainer.overwrite", "trainer.resume")
 
@@ -51,7 +51,7 @@ class RunFiles:
     def metrics(self) -> dict[str, list[float | None]]:
         """Each metric over the steps, rounded to the precision that a curve can show."""
         names = sorted({name for record in self.records for name in record} - {"step"})
-        return {name: [_rounded(record.get(name)) for record in self.records] for name in names}
+        return {name: [plain(record.get(name)) for record in self.records] for name in names}
 
 
 def read_run(directory: Path) -> RunFiles:
@@ -178,9 +178,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _rounded(value: float | None) -> float | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")

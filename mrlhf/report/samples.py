@@ -61,7 +61,7 @@ def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:
         count = min(len(table), each)
         packed.left_out += len(table) - count
         for name in _COLUMNS:
-            packed.columns[name] += [_plain(value) for value in table.texts[name][:count]]
+            packed.columns[name] += [plain(value) for value in table.texts[name][:count]]
         nothing = [None] * count
         turns = map(len, table.texts["turns"][:count]) if table.has_episodes else nothing
         packed.columns["turns"] += turns
@@ -151,7 +151,7 @@ def _sample(table: SampleTable, row: int, where: slice, numbers: Mapping[str, Fl
     head = {
         "prompt": table.texts["prompt"][row],
         "answer": table.texts["ground_truth"][row],
-        "terms": {name: _plain(score) for name, score in table.texts["terms"][row]},
+        "terms": {name: plain(score) for name, score in table.texts["terms"][row]},
         "tokens": table.texts["response_tokens"][row],
         "ids": table.tokens["response_ids"][where].tolist(),
         "units": units,
@@ -159,7 +159,7 @@ def _sample(table: SampleTable, row: int, where: slice, numbers: Mapping[str, Fl
     if "version" in table.tokens:
         head["versions"] = table.tokens["version"][where].tolist()
     if table.has_episodes:
-        episode = {name: _plain(table.texts[name][row]) for name in EPISODES}
+        episode = {name: plain(table.texts[name][row]) for name in EPISODES}
         head["episode"] = episode | {"tools": dict(episode["tools"])}
     return _json(head) + b"\n" + b"".join(planes)
 
@@ -172,10 +172,10 @@ def _block(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content)).decode("ascii")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value in a form that JSON can hold, numbers with six digits."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -155,10 +155,7 @@ class RewardFunction:
         external_scores: Mapping[str, Sequence[float]] | None = None,
     ) -> RewardResult:
         """The scores [batch] of what `evaluate` gave; RewardError if one cannot be used."""
-        scores: dict[str, list[float]] = {}
-        for name, column in (external_scores or {}).items():
-            scores[name] = list(column)
-
+        scores = {name: list(column) for name, column in (external_scores or {}).items()}
         further: dict[str, list[float]] = {}
         answers: dict[str, list[str | None]] = {}
         placed: list[list[PlacedValue]] = [[] for _ in evaluated]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from mrlhf.config.reward import JudgeSection
-from mrlhf.config.row_template import RowTemplate
+from mrlhf.config.row_template import row_template
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.interface import RewardInput, Scored
 
@@ -27,7 +27,7 @@ class Judge:
         self._verdicts = {word.casefold(): score for word, score in section.verdicts.items()}
         self.compares = section.compares
         names = _COMPARED if self.compares else _VARIABLES
-        self._template = RowTemplate("judge.template", section.template, "response", names)
+        self._template = row_template("judge.template", section.template, "response", names)
         try:
             self._pattern = re.compile(section.pattern)
         except re.error as error:

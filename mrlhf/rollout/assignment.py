@@ -113,9 +113,8 @@ def assign(
         one is left for the end. If there are fewer shares than replicas, the last replicas get
         none.
     """
-    weights = []
-    for prompt, response in zip(prompt_lengths, response_lengths, strict=True):
-        weights.append(round(prompt + n * response))
+    lengths = zip(prompt_lengths, response_lengths, strict=True)
+    weights = [round(prompt + n * response) for prompt, response in lengths]
 
     shares = []
     loads = []

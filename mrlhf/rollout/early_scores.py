@@ -25,7 +25,6 @@ Key = tuple[int, int]  # the uid of the prompt, and the number of the sample amo
 class EarlyScore:
     """One response, and what the terms give it once they have."""
 
-    key: Key
     response: Response
     given: RewardInput
     evaluated: Future[Evaluated] = field(default_factory=Future)
@@ -46,7 +45,7 @@ class EarlyScores:
         """Score a response when the ones before it are done; nobody waits for it."""
         if not self._thread.is_alive():
             self._thread.start()
-        early = EarlyScore(key, response, given)
+        early = EarlyScore(response, given)
         self._known.setdefault(key, []).append(early)
         self._waiting.put(early)
 

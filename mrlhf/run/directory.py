@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -123,11 +122,6 @@ def describe_opening(directory: Path, options: OpeningOptions) -> str:
     return f"a start would {begins}"
 
 
-def first_day(directory: Path, options: OpeningOptions) -> str:
-    """The day of the first start of the run that a start would go on with; today's of a new one."""
-    return begun_keys(directory, options).get("data.date") or date.today().isoformat()
-
-
 def begun_keys(directory: Path, options: OpeningOptions) -> dict[str, Any]:
     """The keys of the run that a start would go on with; none of a new one."""
     with suppress(MrlhfError, OSError):
@@ -229,7 +223,7 @@ def _plan(directory: Path, contents: DirectoryContents, options: OpeningOptions)
         return Opening(named, begun_from)
     if goes_on and own is None and not contents.finished:
         return Opening(named, begun_from, partial(_set_aside_rows, directory))
-    raise _refusal(directory, contents, options)
+    raise _refusal(directory, contents)
 
 
 def _last_step(directory: Path) -> int:
@@ -242,7 +236,7 @@ def _last_step(directory: Path) -> int:
     return -1 if last is None else int(last["step"])
 
 
-def _refusal(directory: Path, contents: DirectoryContents, options: OpeningOptions) -> ConfigError:
+def _refusal(directory: Path, contents: DirectoryContents) -> ConfigError:
     holds = "a run"
     if contents.newest is not None:
         kind = "a finished run" if contents.finished else "a run"

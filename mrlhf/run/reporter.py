@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shlex
 import shutil
 from collections import deque
@@ -21,6 +20,7 @@ from typing import Any
 from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, with_manifest
 from mrlhf.checkpoint.output_files import ALARMS, METRICS, write_summary
 from mrlhf.config.roots import AnyConfig
+from mrlhf.data.sample_table import written_whole
 from mrlhf.errors import CheckpointError, ConfigError, MrlhfError
 from mrlhf.log import (
     HELD_OUT,
@@ -38,6 +38,7 @@ from mrlhf.run.alarms.signs import best_step
 from mrlhf.run.alarms.watch import Alarm, Watch, write_alarms
 from mrlhf.run.board import Board, Monitor
 from mrlhf.run.startup import Run
+from mrlhf.weights.files import flush
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,10 @@ def rewind_metrics(file: Path, point: ResumePoint) -> None:
         )
     if missing:
         kept.append(metrics_line(point.step, point.row))
-    _replace(file, "".join(f"{line}\n" for line in kept))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(file) as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        flush(temporary)
 
 
 def _copy_aside(file: Path) -> Path:
@@ -224,16 +228,6 @@ def _copy_aside(file: Path) -> Path:
         number += 1
     shutil.copyfile(file, aside)
     return aside
-
-
-def _replace(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as output:
-        output.write(text)
-        output.flush()
-        os.fsync(output.fileno())
-    temporary.replace(file)
 
 
 def closing_report(output_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +46,6 @@ from mrlhf.run.directory import (
     OpeningOptions,
     begun_keys,
     describe_opening,
-    first_day,
     inputs_in,
     open_directory,
     plan_opening,
@@ -339,9 +339,8 @@ def foresee(config: AnyConfig) -> str:
 
 
 def first_day_of(config: AnyConfig) -> str:
-    """`data.date`, or the day of the run's first start; see `first_day`."""
-    directory = Path(config.trainer.output_dir)
-    return config.data.date or first_day(directory, _opening_options(config))
+    """`data.date`, or the day of the first start of the run that a start would go on with."""
+    return config.data.date or begun_with(config).get("data.date") or date.today().isoformat()
 
 
 def begun_with(config: AnyConfig) -> dict[str, Any]:

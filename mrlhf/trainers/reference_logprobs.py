@@ -25,7 +25,7 @@ from mrlhf.checkpoint.output_files import REFERENCE_LOGPROBS
 from mrlhf.config.sections import AdaptedSection, RoleSection
 from mrlhf.data.preferences import PreferenceRows
 from mrlhf.data.sample_table import written_whole
-from mrlhf.device import resolve_dtype
+from mrlhf.device import dtype_on
 from mrlhf.models.adapter_choice import spec_of_role
 from mrlhf.parallel.collectives import from_first
 from mrlhf.roles.response_logprobs import ResponseLogprobs
@@ -82,7 +82,7 @@ def _ask(section: RoleSection, run: Run, data: Sequence[PreferenceRows], seed: i
 
 def _key(section: RoleSection, run: Run, data: Sequence[PreferenceRows]) -> str:
     """A hash of all that the numbers depend on, except the layout, which changes only rounding."""
-    dtype = resolve_dtype(section.dtype, run.device)
+    dtype = dtype_on(section.dtype, run.device.kind)
     digest = xxhash.xxh3_128(f"{fingerprint(section.path)['files']} {dtype}".encode())
     digest.update((Path(section.path) / "config.json").read_bytes())
     if isinstance(section, AdaptedSection) and section.lora.path is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.config.sections import AdaptedSection, OptimSection, RoleSection, RouterSection
-from mrlhf.device import Device, resolve_dtype
+from mrlhf.device import Device, dtype_on
 from mrlhf.errors import WeightError
 from mrlhf.gpu.library import try_kernels
 from mrlhf.metrics import Tally
@@ -86,7 +86,7 @@ class ModelEngine:
         self.spec = spec
         self.groups = groups
         self.device = device.torch_device
-        self.dtype = resolve_dtype(section.dtype, device)
+        self.dtype = dtype_on(section.dtype, device.kind)
         self.path = section.path
         self._section = section
         self._multiple = groups.layout.tp if section.sequence_parallel else 1  # see `make_packs`
@@ -179,11 +179,6 @@ class ModelEngine:
         with self._needing_weights():
             self.residency.forget_copies()
             initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
-
-    def hold_until(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before weights and moments change next; see `ShardedOptimizer.hold_until`."""
-        assert self.optimizer is not None, "a frozen model does not change"
-        self.optimizer.hold_until(wait)
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write a Hugging Face checkpoint without its configuration; every rank calls this.

@@ -37,15 +37,8 @@ from mrlhf.models.parameters import is_hidden_matrix
 from mrlhf.models.transformer_engine import HAVE_TE, linears_of
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
-from mrlhf.training.muon import Holders, Muon
-from mrlhf.training.optimizer_states import (
-    MOMENTS,
-    mains,
-    make_moments,
-    parts,
-    states_of,
-    step_part,
-)
+from mrlhf.training.muon import Holders, Muon, stepping
+from mrlhf.training.optimizer_states import MOMENTS, mains, make_moments, parts, states_of
 from mrlhf.training.residency import Residency
 from mrlhf.weights.shard import Slot
 
@@ -156,8 +149,7 @@ class ShardedOptimizer:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale, for megatron-core's schedule."""
-        scaled: torch.Tensor = self._optimizer.scale_loss(loss)
-        return scaled
+        return self._optimizer.scale_loss(loss)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -230,7 +222,8 @@ class ShardedOptimizer:
                     for group, count in zip(inner.param_groups, counts, strict=True):
                         if count is not None:
                             group["step"] = count
-                    step_part(inner, part)
+                    with stepping(inner, {id(main) for main in part}):
+                        inner.step()
                     for main in part:
                         if id(main) in self._parts_of_weights:
                             self._parts_of_weights[id(main)].copy_(main.detach().view(-1))
@@ -426,10 +419,8 @@ class ShardedOptimizer:
 
 def _main_of(parameter: Tensor) -> Tensor:
     """Return the main weight of a parameter, without the distributed optimizer."""
-    main: Tensor = parameter  # one of float32 is its own
-    if parameter.dtype == torch.bfloat16:
-        main = vars(parameter)["main_param"]
-    return main
+    is_own = parameter.dtype != torch.bfloat16
+    return parameter if is_own else vars(parameter)["main_param"]
 
 
 def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:

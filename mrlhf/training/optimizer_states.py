@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mrlhf.training.muon import MOMENTUM, Muon, stepping
+from mrlhf.training.muon import MOMENTUM, Muon
 from mrlhf.training.residency import STREAMED_BYTES
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -58,9 +58,3 @@ def parts(inner: torch.optim.Optimizer) -> list[list[Tensor]]:
         parts[-1].append(main)
         room -= nbytes
     return parts
-
-
-def step_part(inner: torch.optim.Optimizer, part: Sequence[Tensor]) -> None:
-    """Step an optimizer of elementwise updates on some of its main weights."""
-    with stepping(inner, {id(main) for main in part}):
-        inner.step()

@@ -80,10 +80,7 @@ def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -
         temporary(directory / file).replace(directory / file)
 
     if len(files) > 1:
-        weight_map = {}
-        for file, names in files.items():
-            for name in names:
-                weight_map[name] = file
+        weight_map = {name: file for file, names in files.items() for name in names}
         content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         temporary(index).write_text(json.dumps(content, indent=2))
         temporary(index).replace(index)

@@ -53,9 +53,6 @@ class FileOptions:
     """How the files of a checkpoint are written."""
 
     max_shard_bytes: int = 5 * 10**9  # of tensors; a larger tensor has a file of its own
-    # More header entries of each file, beside `format: pt`.
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    dtype: torch.dtype | None = None  # in the files; None: that of the parameters
     file: str | None = None  # the name of the only file; None: those of a model
     # The stacks of whole matrices or vectors in which files hold some of the model's tensors.
     forms: Mapping[str, OtherForm] = field(default_factory=dict)
@@ -117,7 +114,7 @@ def write_weights(
             them.
     """
     directory = Path(path)
-    model = _survey(slots, shapes, group, options.dtype)
+    model = _survey(slots, shapes, group)
     held = names_in_files(model, options.forms)
     sizes = {name: sum(model[part].nbytes for part in held[name]) for name in held}
     contents = split_files(sizes, options.max_shard_bytes)
@@ -132,7 +129,6 @@ def write_weights(
 
     connect(group, _device_of(slots))
     ranks = dist.get_process_group_ranks(group)
-    metadata = {"format": "pt", **options.metadata}
     for first in range(0, len(files), len(ranks)):
         wait_for_all(group)  # for those that have written a file
         # In the last turn some ranks may have no file to write.
@@ -148,7 +144,7 @@ def write_weights(
                 if name in options.forms:
                     parts = {part: tensors.pop(part) for part in held[name]}
                     tensors[name] = options.forms[name].joined(parts).contiguous()
-            error = _write(tensors, directory / file, metadata)
+            error = _write(tensors, directory / file)
         del tensors
 
     raise_together(error, WeightError, group)  # all files are complete
@@ -167,10 +163,10 @@ def _device_of(slots: Sequence[Slot]) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _write(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> str | None:
+def _write(tensors: dict[str, Tensor], file: Path) -> str | None:
     """Write a file under its temporary name; returns the error, if any, to tell other ranks."""
     try:
-        save_file(tensors, temporary(file), metadata=metadata)
+        save_file(tensors, temporary(file), metadata={"format": "pt"})
         open_to_readers(temporary(file))
         flush(temporary(file))
     except Exception as failure:
@@ -183,7 +179,7 @@ class _SharedTensor:
     """A named tensor of the model, whose slices the ranks hold."""
 
     shape: Shape
-    dtype: torch.dtype  # in the file
+    dtype: torch.dtype
     # The global ranks that hold each slice. The slices are in order and cover the tensor.
     holders: dict[Key, list[int]]
 
@@ -194,13 +190,10 @@ class _SharedTensor:
 
 
 def _survey(
-    slots: Sequence[Slot],
-    shapes: Mapping[str, Shape],
-    group: dist.ProcessGroup,
-    dtype: torch.dtype | None,
+    slots: Sequence[Slot], shapes: Mapping[str, Shape], group: dist.ProcessGroup
 ) -> dict[str, _SharedTensor]:
     """Find the ranks of the group that hold each slice of each tensor, in the order of `shapes`."""
-    mine = [(slot.piece.key, dtype or slot.parameter.dtype) for slot in slots]
+    mine = [(slot.piece.key, slot.parameter.dtype) for slot in slots]
     everyone = all_gather_objects(mine, group)
 
     holders: dict[str, dict[Key, list[int]]] = {name: {} for name in shapes}
@@ -261,7 +254,7 @@ def _collect(
         for writer, source, key in _transfers(writers, model, number):
             name, dim, start, stop = key
             if rank == source:
-                values = held[key].load().to(model[name].dtype).contiguous()
+                values = held[key].load().contiguous()
                 if rank != writer:
                     sends.append((writer, values))
             if rank == writer:

@@ -108,11 +108,8 @@ class Rule(NamedTuple):
         return self.shared_kv_heads is not None and tp_size > self.shared_kv_heads
 
     def _refusal(self, sizes: Sequence[int], tp_size: int) -> str:
-        tensors = []
-        for name, size in zip(self.names, sizes, strict=True):
-            tensors.append(f"{name} ({size} rows)")
-        fused = ", ".join(tensors)
-
+        pairs = zip(self.names, sizes, strict=True)
+        fused = ", ".join(f"{name} ({size} rows)" for name, size in pairs)
         count = self.shared_kv_heads or self.periods
         if count is None:
             remedy = "use a smaller tp"

@@ -281,8 +281,7 @@ def read_tensor(tensor: FileTensor) -> Tensor:
     """Read one tensor, whose file is mapped into memory no longer than that."""
     # With all files mapped, a process would seem to need as much memory as the model.
     with open_files([tensor]) as lazily:
-        values: Tensor = lazily(tensor)[:]
-    return values
+        return lazily(tensor)[:]
 
 
 class _SliceOfMatrix:
@@ -300,11 +299,9 @@ class _SliceOfMatrix:
         matrix = slice(part.number, part.number + 1)
         rows = slice(part.start + start, part.start + stop)
         if self._is_transposed:
-            turned: Tensor = self._stack[matrix, columns[0] if columns else slice(None), rows]
-            return turned[0].t()
+            return self._stack[matrix, columns[0] if columns else slice(None), rows][0].t()
         place = (matrix, rows, *columns)
-        read: Tensor = self._stack[place]
-        return read[0]
+        return self._stack[place][0]
 
 
 def _open(file: Path) -> Any:

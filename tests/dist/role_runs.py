@@ -56,7 +56,7 @@ from tests.oracle.plain_ppo import Case
 
 Optim = TypeVar("Optim", bound=OptimSection)
 
-CPU = Device("cpu", torch.device("cpu"), "gloo")
+CPU = Device("cpu", torch.device("cpu"))
 LAYOUTS = {
     1: [AxisSizes()],
     2: [AxisSizes(tp=2)],

@@ -102,7 +102,7 @@ def _check_reference(setting: Setting) -> None:
     own = engine.adapters.copy()
     copied: list[torch.Tensor] = []
     # The thread that writes a checkpoint has not read them yet.
-    engine.hold_until(lambda: copied.extend(engine.adapters.copy()))
+    engine.optimizer.hold_until(lambda: copied.extend(engine.adapters.copy()))
     assert torch.equal(as_begun.logprobs(rollout, cut), of_start)
     assert torch.equal(logprobs(policy), of_policy)
     assert all(map(torch.equal, copied, own)) and len(copied) == len(own) > 0

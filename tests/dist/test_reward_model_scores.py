@@ -190,7 +190,7 @@ def _several(
     trained.attach_optimizer(ScalarOptimSection(lr=LR, **optim, **betas), total_updates=2)
     numbers = [[math.nan if x is None else x for x in row] for row in TARGETS]
     targets = torch.tensor(numbers)
-    rows = PreferenceRows([[ids] for ids in SEQUENCES], [1] * len(targets), 0, targets=targets)
+    rows = PreferenceRows([[ids] for ids in SEQUENCES], [1] * len(targets), targets=targets)
     task = PreferenceLearning(
         RewardLossSection(rows="targets", target_column=[*LABELS]), rows, rows
     )

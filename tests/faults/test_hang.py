@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 TIMEOUT_S = 5.0
 STALL_S = 1.0
-CPU = Device("cpu", torch.device("cpu"), "gloo")
+CPU = Device("cpu", torch.device("cpu"))
 
 
 def user_reward(store: dist.Store) -> None:

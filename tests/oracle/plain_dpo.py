@@ -48,7 +48,6 @@ def make_pairs() -> PreferenceRows:
     return PreferenceRows(
         responses=[[*sides] for sides in zip(chosen, rejected, strict=True)],
         prompt_lengths=[len(prompt) for prompt in prompts],
-        dropped=0,
     )
 
 
@@ -57,7 +56,6 @@ def held_out_pairs(pairs: PreferenceRows) -> PreferenceRows:
     return PreferenceRows(
         pairs.responses[:HELD_OUT],
         pairs.prompt_lengths[:HELD_OUT],
-        dropped=0,
     )
 
 

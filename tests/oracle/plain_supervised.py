@@ -60,19 +60,19 @@ def preference_pairs(rollout: Rollout) -> PreferenceRows:
     ids = [sequences[row].tolist() for row in range(len(sequences))]
     pairs = [[*pair] for pair in zip(ids[0::2], ids[1::2], strict=True)]
     lengths = [max(1, _shared_tokens(*pair)) for pair in pairs]
-    return PreferenceRows(pairs, lengths, dropped=0, margins=[*MARGINS], ties=[*TIES])
+    return PreferenceRows(pairs, lengths, margins=[*MARGINS], ties=[*TIES])
 
 
 def rankings(pairs: PreferenceRows) -> PreferenceRows:
     """`RANKINGS` of the responses of the pairs."""
     ids = [ids for pair in pairs.responses for ids in pair]
-    return PreferenceRows([[ids[row] for row in rows] for rows in RANKINGS], [1] * 4, dropped=0)
+    return PreferenceRows([[ids[row] for row in rows] for rows in RANKINGS], [1] * 4)
 
 
 def numbered(pairs: PreferenceRows) -> PreferenceRows:
     """The responses of the pairs, with `TARGETS`."""
     ids = [[ids] for pair in pairs.responses for ids in pair]
-    return PreferenceRows(ids, [1] * len(ids), dropped=0, targets=torch.tensor(TARGETS)[:, None])
+    return PreferenceRows(ids, [1] * len(ids), targets=torch.tensor(TARGETS)[:, None])
 
 
 def scored_responses(rollout: Rollout) -> list[ScoredResponse]:

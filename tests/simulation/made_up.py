@@ -122,7 +122,7 @@ def task_of(config: AnySupervised, rows: int) -> SupervisedTask[Any]:
         rewards = [([True] * count, [0.5] * count) for count in tokens]
         responses = [ScoredResponse(x, *y) for x, y in zip(sides, rewards, strict=True)]
         return ValueLearning(config.algorithm, responses, None)
-    pairs = PreferenceRows([[side, side] for side in sides], [1] * rows, dropped=0)
+    pairs = PreferenceRows([[side, side] for side in sides], [1] * rows)
     if isinstance(config, DPOConfig):
         scored = ScoredPairs(pairs, torch.tensor([[0.0, 0.0]] * rows, dtype=torch.float64))
         return PreferenceOptimization(config.dpo, scored, None)

@@ -93,8 +93,8 @@ def simulate_rank(config: AnyConfig, world_size: int, rank: int, per_machine: in
         try:
             machines = [f"machine {other // per_machine}" for other in range(world_size)]
             factory = GroupFactory(600.0, machines)
-            factory.machine = _Alone(factory.alone(), None, 1)
-            device = Device("cpu", torch.device("cpu"), "gloo")
+            factory.machine = _Alone(factory._own_group([[rank]]), None, 1)
+            device = Device("cpu", torch.device("cpu"))
             board = Board(phases)
             run = Run(device, rank, world_size, factory, Path(), board=board)
             _start_and_step(_as_simulated(config, world_size), run)

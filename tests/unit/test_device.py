@@ -16,9 +16,9 @@ from torch.torch_version import TorchVersion
 from mrlhf import nvidia
 from mrlhf.device import (
     Device,
+    dtype_on,
     peak_tflops,
     pick_device,
-    resolve_dtype,
     seed_everything,
     set_variables_of_torch,
 )
@@ -27,9 +27,9 @@ from mrlhf.parallel.job import check_interfaces, read_launch, speaks_without_pla
 from mrlhf.run.library_variables import set_allocator
 
 ROOT = Path(__file__).parents[2]
-CPU = Device("cpu", torch.device("cpu"), "gloo")
+CPU = Device("cpu", torch.device("cpu"))
 OF_TORCH = ("THP_MEM_ALLOC_ENABLE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-GPU = Device("cuda", torch.device("cuda", 0), "nccl")
+GPU = Device("cuda", torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert pick_device("auto", local_rank=1) == Device("cuda", torch.device("cuda", 1), "nccl")
+    assert pick_device("auto", local_rank=1) == Device("cuda", torch.device("cuda", 1))
     assert current == [1]
     with pytest.raises(ConfigError, match="local rank 2 has no GPU of its own: torch sees 2"):
         pick_device("cuda", local_rank=2)
@@ -189,10 +189,10 @@ def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dtype() -> None:
-    assert resolve_dtype("auto", CPU) is torch.float32
-    assert resolve_dtype("auto", GPU) is torch.bfloat16
-    assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
-    assert resolve_dtype("float32", GPU) is torch.float32
+    assert dtype_on("auto", CPU.kind) is torch.float32
+    assert dtype_on("auto", GPU.kind) is torch.bfloat16
+    assert dtype_on("bfloat16", CPU.kind) is torch.bfloat16
+    assert dtype_on("float32", GPU.kind) is torch.float32
 
 
 def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """An output directory that holds a run is gone on with, kept, deleted as told, or refused."""
 
-import datetime
 import json
 import re
 import shutil
@@ -13,8 +12,8 @@ from mrlhf.config.load import changed_keys, dump_yaml
 from mrlhf.errors import ConfigError
 from mrlhf.run.directory import (
     OpeningOptions,
+    begun_keys,
     describe_opening,
-    first_day,
     inputs_in,
     keep_aside,
     open_directory,
@@ -80,19 +79,19 @@ def files(directory):
 
 def test_the_day_of_the_first_start_is_that_of_the_checkpoint_to_go_on_from(tmp_path):
     def day_of(directory, resume="auto", overwrite=False):
-        return first_day(directory, OpeningOptions(resume, overwrite, (), (), ()))
+        options = OpeningOptions(resume, overwrite, (), (), ())
+        return begun_keys(directory, options).get("data.date")
 
-    today = datetime.date.today().isoformat()
-    assert day_of(tmp_path / "new") == today
+    assert day_of(tmp_path / "new") is None
     names = ("step_000001", "step_000002")
     run = make_run(tmp_path / "run", checkpoints=names)
     for name, data in zip(names, ({"date": "2020-02-03"}, {}), strict=True):
         manifest = Manifest(int(name[-1]), False, "PPOConfig", 1, {"data": data}, {}, (), {})
         (run / "checkpoints" / name / "manifest.json").write_bytes(manifest.to_bytes())
-    assert day_of(run) == today  # the newest is of a version that did not write it
+    assert day_of(run) is None  # the newest is of a version that did not write it
     (run / "checkpoints" / names[1] / "manifest.json").write_text("damaged")
     assert day_of(run) == day_of(tmp_path / "new", str(run)) == "2020-02-03"
-    assert day_of(run, overwrite=True) == day_of(run, "never") == today
+    assert day_of(run, overwrite=True) is day_of(run, "never") is None
 
 
 def test_an_empty_directory_begins_anew_and_gets_the_configuration(tmp_path):

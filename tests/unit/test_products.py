@@ -143,5 +143,5 @@ def test_instructions_decide(
     """A clock could decide otherwise on another rank, or when a run goes on."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
-    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+    monkeypatch.setattr(products, "processor_says", lambda name: vendor)
     assert products.float32_is_faster.__wrapped__() == widens

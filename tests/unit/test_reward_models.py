@@ -66,7 +66,7 @@ def _pairs(count: int, margins: list[float] | None = None, ties: int = 0) -> lis
 
 
 def test_ties_alone_leave_no_number_that_json_lacks() -> None:
-    rows = PreferenceRows([[[1, 2], [1, 3]]], [1], dropped=0, ties=[True])
+    rows = PreferenceRows([[[1, 2], [1, 3]]], [1], ties=[True])
     task = PreferenceLearning(RewardLossSection(), rows, rows)
     assert task.summary(quality_of(_pairs(1, ties=1), torch.zeros(2), [1, 1])) == {}
     assert task.summary({"val/accuracy": 0.75}) == {"rm_pair_accuracy": 0.75}

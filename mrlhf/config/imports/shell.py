@@ -99,8 +99,7 @@ class Script(Words):
         if node.type == "ERROR":
             self.notes.append(f"line {self._line(node)} is no shell that can be read; left out")
         method = getattr(self, f"_follow_{node.type}", self._follow_children)
-        status: bool | None = method(node)
-        return status
+        return method(node)
 
     def _follow_children(self, node: Node) -> bool | None:
         return self._follow_all(node.named_children)

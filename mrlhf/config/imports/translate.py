@@ -16,8 +16,8 @@ import yaml
 from mrlhf.config.imports.conversions import CONVERSIONS, LeftOut, Place
 from mrlhf.config.imports.source import Source, System, Unknown, read_table
 from mrlhf.config.roots import PROGRAMS, Program
-from mrlhf.config.tree import nodes, parents
-from mrlhf.config.verl_names import Name, longest_end, translate_name
+from mrlhf.config.tree import nodes
+from mrlhf.config.verl_names import Name, longest_end, nearest_section, translate_name
 from mrlhf.errors import ConfigError
 from mrlhf.rl.names import policy_loss_traits
 
@@ -49,8 +49,7 @@ def name_of(system: System, program: Program, theirs: str, trainer: str = "") ->
     of_program = table["by_program"].get(program, {}) | table["by_program"].get(trainer, {})
     row = of_program.get(theirs, table["names"].get(theirs))
     if row is None:
-        around = (table["missing"].get(key) for key in (theirs, *reversed(parents(theirs))))
-        reason = next((found for found in around if found is not None), None)
+        reason = nearest_section(table["missing"], theirs)
         return None if reason is None else Name(None, reason=reason)
     name, conversion = row if isinstance(row, list) else (row, None)
     conversion = longest_end(table["choices"], theirs) or conversion

@@ -128,13 +128,11 @@ class Engine:
 
     async def encode(self, text: str) -> list[int]:
         """The token ids of a text."""
-        ids: list[int] = await self._ask("encode", {"text": text})
-        return ids
+        return await self._ask("encode", {"text": text})
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, with special tokens."""
-        text: str = await self._ask("decode", {"token_ids": list(token_ids)})
-        return text
+        return await self._ask("decode", {"token_ids": list(token_ids)})
 
     async def _ask(self, what: Asked, arguments: dict[str, Any]) -> Any:
         number = next(self._numbers)
