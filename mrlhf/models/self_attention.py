@@ -130,9 +130,10 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         else:
             head_dim = self.hidden_size_per_attention_head
             mixed = mixed.unflatten(-1, (kv_heads // self.world_size, -1, head_dim))
-            query = mixed[:, :, : -self._stored]
-            key = mixed[:, :, -self._stored]
-            value = mixed[:, :, -1]
+            sizes = [mixed.shape[2] - self._stored, *[1] * self._stored]
+            query, *stored = mixed.split(sizes, dim=2)
+            key = stored[0].squeeze(2)
+            value = stored[-1].squeeze(2)
 
         gate: list[Tensor] = []
         if self.config.attention_output_gate:
