@@ -256,8 +256,10 @@ def kl_of_openrlhf(value: Any, place: Place) -> Any:
 
 
 def loss_of_verl(value: Any, _: Place) -> Any:
-    """The policy loss; bypass mode names its own in algorithm.rollout_correction.loss_type."""
-    return LeftOut() if value == "bypass_mode" else value
+    """The policy loss; that of bypass mode is named elsewhere."""
+    if value == "bypass_mode":
+        return LeftOut("here algorithm.rollout_correction.loss_type says which loss that is")
+    return value
 
 
 def level_of_trl(value: Any, place: Place) -> Any:
@@ -361,7 +363,7 @@ CONVERSIONS: dict[str, Callable[[Any, Place], Any]] = {
         *(split_of_trl, frequency, evaluations, warmup, optimizer, pair, share_of_lr, schedule),
         *(trackers, resume, rewards, as_list, symmetric, correction_bounds),
         *(high_of_trl, of_adapter, left_out, prompts_a_step, prompts_a_mini_batch, rows_a_step),
-        *(divergence_of_trl, share_given),
+        *(divergence_of_trl, share_given, loss_of_verl),
         *(base_of_policy, steps_of_episodes, prompts_of_samples, prompt_part),
     )
 }

@@ -159,8 +159,9 @@ def _converted(result: Imported, source: Source, theirs: str, name: Name, world_
         return value
     size = source.world_size or world_size
     place = Place(source.values, result.values, name.ours or "", size, theirs)
+    convert = CONVERSIONS[name.conversion]
     try:
-        return CONVERSIONS[name.conversion](value, place)
+        return convert(value, place)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         return LeftOut(f"{_shown(value)} is no value that can be translated")
 
