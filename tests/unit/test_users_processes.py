@@ -20,6 +20,7 @@ from mrlhf.episodes.environments.protocol import EnvironmentReference, Outcome
 from mrlhf.errors import EnvironmentFault, RewardError
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput
+from tests import adapter_folder
 
 HELPERS = '''
 import asyncio, concurrent.futures, multiprocessing, os, signal, subprocess, threading, time
@@ -154,7 +155,7 @@ async def rollout(engine, row, sampling):
 '''
 
 
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 9, "max_turns": 9}
+SAMPLING = {**adapter_folder.SAMPLING, "max_tokens": 9, "max_turns": 9}
 
 
 @pytest.fixture(scope="module")
