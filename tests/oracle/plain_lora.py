@@ -57,7 +57,8 @@ def save_adapter(
                 tensors[f"{layer}.lora_{factor}.weight"] = noise
 
     directory.mkdir()
-    _save(tensors, directory, model)
+    stored = as_stored(tensors, model)
+    save_file(stored, directory / "adapter_model.safetensors", {"format": "pt"})
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     parameters: dict[str, str] = {}
     if model.config.model_type == "gpt_oss":  # whose experts and routers are no modules of torch
@@ -86,8 +87,8 @@ def _joined_name(name: str, model: Any) -> str | None:
     return f"{module}.{'base_layer.' if own == 'gate_up_proj' else ''}{factor}"
 
 
-def _save(tensors: dict[str, Tensor], directory: Path, model: Any) -> None:
-    """Write factors as peft names them, of experts in stacks as it joins them."""
+def as_stored(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The tensors of peft's file with these factors; of experts in stacks it joins them."""
     stored: dict[str, Tensor] = {}
     joined: dict[str, list[Tensor]] = {}
     for name, factor in tensors.items():
@@ -101,7 +102,7 @@ def _save(tensors: dict[str, Tensor], directory: Path, model: Any) -> None:
             stored[name] = torch.cat(factors)
         else:  # the first column of each expert, then the second ones
             stored[name] = torch.stack(factors, dim=2).flatten(1)
-    save_file(stored, directory / "adapter_model.safetensors", {"format": "pt"})
+    return stored
 
 
 def separated(stored: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -172,7 +173,7 @@ def adapt(model: Any, directory: Path) -> None:
 
 
 def factors_of(model: Any) -> dict[str, Tensor]:
-    """A copy of the adapter, and of a scalar head, by their names in peft's files."""
+    """A copy of the adapter, and of a scalar head, with a name for each expert's factors."""
     factors: dict[str, Tensor] = {}
     for module in model.modules():
         if isinstance(module, Added):

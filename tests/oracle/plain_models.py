@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.features import YARN
 from tests.models.mixtures import as_in_files
-from tests.oracle.plain_lora import Added, adapt, adapter_of, factors_of, save_adapter
+from tests.oracle.plain_lora import Added, adapt, adapter_of, as_stored, factors_of, save_adapter
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -203,7 +203,7 @@ def is_frozen(name: str) -> bool:
 def weights_of(model: Any) -> dict[str, Tensor]:
     """A copy of the model's weights by their names in files, or of its adapter and head."""
     if any(isinstance(module, Added) for module in model.modules()):
-        return factors_of(model)
+        return as_stored(factors_of(model), model)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
