@@ -17,22 +17,19 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
-from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.errors import ConfigError
 from mrlhf.inference.sizes import CacheShape
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.freezing import check_frozen_tensors, with_frozen
-from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.parallel_sizes import tp_problem
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
-from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight.model_checks import CacheNeeds
 from mrlhf.weights.init import initialise
 from tests.models.engines import hf_model, spec_of
 from tests.models.published import FILES
+from tests.models.wrappers import ENDS, TOKENS, assert_taken_out
 from tests.shards import make_slots, stored, tensor_shapes, tiny_config, tiny_spec
 
 EYES = {
@@ -45,7 +42,6 @@ EYES = {
     "patch_size": 4,
     "position_embedding_size": 16,
 }
-TOKENS = torch.arange(30)[None]
 SLIDING, FULL = "sliding_attention", "full_attention"
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -59,7 +55,7 @@ def _write(directory: Path, **changes: Any) -> None:
 
 
 def test_the_language_model_is_taken_out_of_one_that_reads_images(tmp_path: Path) -> None:
-    text = tiny_config("gemma4_text").to_dict() | {"eos_token_id": [5, 7]}
+    text = tiny_config("gemma4_text").to_dict() | {"eos_token_id": ENDS}
     torch.manual_seed(3)
     config = transformers.Gemma4Config(text_config=text, vision_config=EYES)
     theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
@@ -72,26 +68,8 @@ def test_the_language_model_is_taken_out_of_one_that_reads_images(tmp_path: Path
     with torch.no_grad():
         wanted = theirs(TOKENS).logits
 
-    spec = load_spec(tmp_path / "images", "lm")
-    assert spec == tiny_spec("gemma4_text")
-    assert check_weight_files(tmp_path / "images", spec, needs_head=False) == ()
-    assert set(end_token_ids(tmp_path / "images")) == {5, 7}
-    told = HuggingFaceSource(tmp_path / "images").description.left_out
-    assert told == [f"tensors of a draft model or of what reads images: {others}"]
-
-    convert(
-        tmp_path / "images",
-        tmp_path / "text",
-        SourceOptions(),
-        TargetOptions(format="huggingface"),
-        verify=False,
-        start=lambda *_: lambda _: None,
-    )
-    assert load_spec(tmp_path / "text", "lm") == spec
-    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
-    assert isinstance(written, transformers.Gemma4ForCausalLM)
-    with torch.no_grad():
-        assert torch.equal(written(TOKENS).logits, wanted)
+    spec = tiny_spec("gemma4_text")
+    assert_taken_out(tmp_path, spec, others, transformers.Gemma4ForCausalLM, wanted)
 
 
 def test_the_published_sizes(tmp_path: Path) -> None:

@@ -15,14 +15,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.families.base import whole_model
-from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import check_weight_files, expected_tensors
@@ -30,6 +27,7 @@ from mrlhf.weights.hf import read_weights
 from mrlhf.weights.quantised import INT4_GROUP
 from mrlhf.weights.shard import Slot, local_shape, pieces_of
 from tests.models.published import FILES
+from tests.models.wrappers import ENDS, TOKENS, as_plain, assert_taken_out
 from tests.shards import tiny_config, tiny_spec
 
 EYES = {
@@ -41,12 +39,11 @@ EYES = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
-TOKENS = torch.arange(30)[None]
 
 
 def _wrapper() -> Any:
     """A tiny model that reads images too."""
-    text = tiny_config("deepseek_v3").to_dict() | {"eos_token_id": [5, 7]}
+    text = tiny_config("deepseek_v3").to_dict() | {"eos_token_id": ENDS}
     torch.manual_seed(3)
     config = transformers.Kimi_K25Config(
         text_config=text,
@@ -55,17 +52,6 @@ def _wrapper() -> Any:
         tie_word_embeddings=False,
     )
     return transformers.Kimi_K25ForConditionalGeneration(config).eval()
-
-
-def _convert(source: Path, out: Path) -> None:
-    convert(
-        source,
-        out,
-        SourceOptions(),
-        TargetOptions(format="huggingface"),
-        verify=True,
-        start=lambda *_: lambda _: None,
-    )
 
 
 def _name_layers(directory: Path) -> None:
@@ -96,19 +82,8 @@ def test_the_language_model_is_taken_out_of_one_that_reads_images(
     with torch.no_grad():
         wanted = type(theirs).from_pretrained(tmp_path / "images")(TOKENS).logits
 
-    spec = load_spec(tmp_path / "images", "lm")
-    assert spec == tiny_spec("deepseek_v3")
-    assert check_weight_files(tmp_path / "images", spec, needs_head=False) == ()
-    assert set(end_token_ids(tmp_path / "images")) == {5, 7}
-    told = HuggingFaceSource(tmp_path / "images").description.left_out
-    assert told == [f"tensors of a draft model or of what reads images: {others}"]
-
-    _convert(tmp_path / "images", tmp_path / "text")
-    assert load_spec(tmp_path / "text", "lm") == spec
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
-    assert type(written) is transformers.DeepseekV3ForCausalLM
-    with torch.no_grad():
-        assert torch.equal(written(TOKENS).logits, wanted)
+    spec = tiny_spec("deepseek_v3")
+    assert_taken_out(tmp_path, spec, others, transformers.DeepseekV3ForCausalLM, wanted)
 
 
 def _published(directory: Path, **text: Any) -> Path:
@@ -211,7 +186,7 @@ def test_a_packed_model_is_converted_to_a_plain_one(tmp_path: Path) -> None:
     meant = _save_packed(tmp_path / "packed", spec)
     told = HuggingFaceSource(tmp_path / "packed").description.left_out
     assert told == ["tensors of a draft model or of what reads images: 1"]
-    _convert(tmp_path / "packed", tmp_path / "plain")
+    as_plain(tmp_path / "packed", tmp_path / "plain")
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert written.keys() == meant.keys()
     for name, tensor in written.items():

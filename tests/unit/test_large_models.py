@@ -122,6 +122,7 @@ LORA = Lora(rank=2, alpha=4.0, ranks=((r"layers\.1\..*", 3),))
 FEW_WEIGHTS = [
     *("llama", "llama_tied", "qwen2", "phi3", "olmo2", "seed_oss", "gemma4_text"),
     *("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next"),
+    "glm_moe_dsa",
 ]
 
 

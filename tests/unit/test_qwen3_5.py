@@ -18,16 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
-from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
-from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource
 from mrlhf.errors import ConfigError
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.models.weight_files import check_weight_files
 from tests.models.features import YARN_IN_FULL
 from tests.models.published import FILES, write_published
+from tests.models.wrappers import ENDS, TOKENS, assert_taken_out
 from tests.shards import tiny_config, tiny_spec
 
 CLASSES = {
@@ -46,13 +44,12 @@ EYES = {
     "patch_size": 4,
     "num_position_embeddings": 16,
 }
-TOKENS = torch.arange(30)[None]
 
 
 def _wrapper(language: str) -> Any:
     """A tiny model that reads images too, with the tiny language model of that name."""
     kind, model = CLASSES[language]
-    text = tiny_config(language).to_dict() | {"eos_token_id": [5, 7]}
+    text = tiny_config(language).to_dict() | {"eos_token_id": ENDS}
     ties = text["tie_word_embeddings"]
     torch.manual_seed(3)
     return model(kind(text_config=text, vision_config=EYES, tie_word_embeddings=ties)).eval()
@@ -93,26 +90,8 @@ def test_the_language_model_is_taken_out_of_one_that_reads_images(
     with torch.no_grad():
         wanted = theirs(TOKENS).logits
 
-    spec = load_spec(tmp_path / "images", "lm")
-    assert spec == tiny_spec(language)
-    assert check_weight_files(tmp_path / "images", spec, needs_head=False) == ()
-    assert set(end_token_ids(tmp_path / "images")) == {5, 7}
-    told = HuggingFaceSource(tmp_path / "images").description.left_out
-    assert told == [f"tensors of a draft model or of what reads images: {others}"]
-
-    convert(
-        tmp_path / "images",
-        tmp_path / "text",
-        SourceOptions(),
-        TargetOptions(format="huggingface"),
-        verify=False,
-        start=lambda *_: lambda _: None,
-    )
-    assert load_spec(tmp_path / "text", "lm") == spec
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
-    assert type(written).__name__ == f"{type(theirs).__name__.split('For')[0]}ForCausalLM"
-    with torch.no_grad():
-        assert torch.equal(written(TOKENS).logits, wanted)
+    kind = getattr(transformers, f"{type(theirs).__name__.split('For')[0]}ForCausalLM")
+    assert_taken_out(tmp_path, tiny_spec(language), others, kind, wanted)
 
 
 def test_an_output_layer_that_differs_from_the_embedding_is_kept(tmp_path: Path) -> None:
