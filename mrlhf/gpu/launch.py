@@ -248,11 +248,11 @@ def attention_tiles(few: bool, width: int, shared: int) -> Tiles:
     An L40S has room for all but the larger rows of latents, which need that of an A100. `few` says
     that there are not more than 16 rows.
     """
-    if width > 1152:  # such as latents in float32
+    if width > 1152:  # latents, and 512 numbers, in float32
         return Tiles(16, 16, 2, 8)
     if width > 1024:  # latents of 512 + 64 numbers in bfloat16
         return Tiles(64 if shared > _SMALL_SHARED else 32, 32, 3, 8)
-    if width == 1024:  # 256 numbers of float32
+    if width == 1024:  # 256 numbers of float32, or 512 of bfloat16
         return Tiles(32, 16, 2)
     return Tiles(64, 32, 2) if width >= 512 and not few else Tiles(64, 64, 3)
 

@@ -48,7 +48,8 @@ def parameter_counts(spec: ModelSpec) -> tuple[int, int]:
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     trained = trained_shapes(shapes, spec, family.scalar_head)
-    return sum(map(math.prod, trained.values())), sum(map(math.prod, shapes.values()))
+    counted = [shape for name, shape in trained.items() if not never_trains(name)]
+    return sum(map(math.prod, counted)), sum(map(math.prod, shapes.values()))
 
 
 def check_frozen_tensors(spec: ModelSpec) -> None:

@@ -369,10 +369,12 @@ class _Projection:
 
     def _mask(self, rows: slice, *every: Tensor | None) -> None:
         """Give no probability to the tokens that could not be drawn."""
-        if self._tokens.masks is None or not self._tokens.masks.cut_any:
+        if self._tokens.masks is None:
+            return
+        masks = self._tokens.masks.of_rows(rows)
+        if not masks.cut_any:
             return
         columns = range(self._columns.first, self._columns.first + self._columns.valid)
-        masks = self._tokens.masks.of_rows(rows)
         excluded = masks.excluded(columns, self._layer.vocab_size, self._logits.device)
         for logits in every:
             if logits is not None:

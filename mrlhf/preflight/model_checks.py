@@ -364,14 +364,11 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
         if spec is None or spec.max_positions >= longest or role.path in reported:
             continue
         reported.add(role.path)
-        file = Path(role.path) / "config.json"
-        limit = f"max_position_embeddings {spec.max_positions} ({file})"
-        if spec.latent is not None and spec.latent.indexer is not None:
-            limit = (
-                f"index_topk {spec.max_positions} ({file}), and attention to a choice among more "
-                "tokens is not supported"
-            )
+        key, why = "max_position_embeddings", ""
+        indexer = None if spec.latent is None else spec.latent.indexer
+        if indexer is not None and indexer.most == spec.max_positions:
+            key, why = "index_topk", ", up to which its sparse attention is to all tokens"
         yield (
-            f"{name}: the longest sequence, {longest} tokens, is beyond the model's {limit}; lower "
-            f"{lengths}"
+            f"{name}: the longest sequence, {longest} tokens, is beyond the model's {key} "
+            f"{spec.max_positions} ({Path(role.path) / 'config.json'}){why}; lower {lengths}"
         )

@@ -17,6 +17,7 @@ import transformers
 from mrlhf.errors import ConfigError
 from mrlhf.models.families import FAMILIES, Chunk, family_of, load_spec, save_config
 from mrlhf.models.families.llama import LLAMA
+from mrlhf.models.freezing import parameter_counts
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.parallel.layout import ParallelLayout
@@ -389,6 +390,10 @@ def test_indexers_are_whole_and_have_no_adapters() -> None:
     family = family_of(spec)
     own = [name for name in family.tensor_shapes(spec) if ".indexer." in name]
     assert len(own) == 3 * 5  # the third layer takes the choice of the second
+    fixed = [name for name in family.tensor_shapes(spec) if name.endswith("correction_bias")]
+    trained, every = parameter_counts(spec)
+    shapes = family.tensor_shapes(spec)
+    assert every - trained == sum(math.prod(shapes[name]) for name in (*own, *fixed))
     layers = family.linear_layers(spec)
     assert any(name.endswith(".q_b_proj") for name in layers)
     assert not any(".indexer." in name for name in layers)
