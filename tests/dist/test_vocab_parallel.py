@@ -124,21 +124,7 @@ def _shard_results(
     loss.backward()
     dist.all_reduce(hidden.grad)  # as the model does
 
-    slow_hidden = _random(TOKENS, 3).double().requires_grad_()
-    slow = whole.double().requires_grad_()
-    logits = CAP * torch.tanh((slow_hidden @ slow.T)[:, :vocab_size] / CAP) * SCALE
-    log_p = torch.log_softmax(logits.masked_fill(~could, -1e5), dim=-1)
-    ref_logits = torch.cat([states.double() @ weight.double().T for weight, states in references])
-    ref_logits = ref_logits[:, :vocab_size] * SCALE
-    log_q = torch.log_softmax(ref_logits.masked_fill(~could, -1e5), dim=-1)
-    p = log_p.exp()
-    expected = TokenNumbers(
-        logprobs=log_p.gather(1, targets[:, None])[:, 0],
-        entropy=-(p * log_p).sum(dim=1),
-        full_kl=divergence(log_p, log_q, beta, **apart),
-        sum_of_squares=p.square().sum(dim=1),
-        heads=None if tokens.heads is None else log_p.gather(1, tokens.heads),
-    )
+    slow, slow_hidden, expected = _slowly(whole, references, tokens, could, beta, apart)
     no_sums = Normalisers(torch.empty(0), torch.empty(0))
     everything = LossPart(slice(0, 2), [slice(0, TOKENS)], expected, no_sums)
     _weighted(everything, expected).backward()
@@ -152,6 +138,40 @@ def _shard_results(
     )
     values = _worst(found, of_whole)
     return values, _worst(gradients, exact), padding.abs().sum().item()
+
+
+def _slowly(
+    whole: Tensor,
+    references: list[tuple[Tensor, Tensor]],
+    tokens: Tokens,
+    could: Tensor,
+    beta: float,
+    apart: dict[str, Any],
+) -> tuple[Tensor, Tensor, TokenNumbers]:
+    """The weight and states in float64, and the numbers of the tokens from whole distributions.
+
+    Args:
+        whole: the weight, [vocab with padding, hidden].
+        references: their weights, and the states of their tokens.
+        could: bool [tokens, vocab], the tokens that could be drawn.
+    """
+    vocab_size = could.shape[1]
+    slow_hidden = _random(TOKENS, 3).double().requires_grad_()
+    slow = whole.double().requires_grad_()
+    logits = CAP * torch.tanh((slow_hidden @ slow.T)[:, :vocab_size] / CAP) * SCALE
+    log_p = torch.log_softmax(logits.masked_fill(~could, -1e5), dim=-1)
+    ref_logits = torch.cat([states.double() @ weight.double().T for weight, states in references])
+    ref_logits = ref_logits[:, :vocab_size] * SCALE
+    log_q = torch.log_softmax(ref_logits.masked_fill(~could, -1e5), dim=-1)
+    p = log_p.exp()
+    expected = TokenNumbers(
+        logprobs=log_p.gather(1, tokens.targets[:, None])[:, 0],
+        entropy=-(p * log_p).sum(dim=1),
+        full_kl=divergence(log_p, log_q, beta, **apart),
+        sum_of_squares=p.square().sum(dim=1),
+        heads=None if tokens.heads is None else log_p.gather(1, tokens.heads),
+    )
+    return slow, slow_hidden, expected
 
 
 def _worst(found: list[Tensor], wanted: list[Tensor]) -> float:

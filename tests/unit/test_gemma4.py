@@ -28,7 +28,7 @@ from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.preflight.model_checks import CacheNeeds
 from mrlhf.weights.init import initialise
 from tests.models.engines import hf_model, spec_of
-from tests.models.published import FILES
+from tests.models.published_files import FILES
 from tests.models.wrappers import ENDS, TOKENS, assert_taken_out
 from tests.shards import make_slots, stored, tensor_shapes, tiny_config, tiny_spec
 

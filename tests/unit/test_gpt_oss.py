@@ -30,7 +30,7 @@ from mrlhf.models.spec import ClampedSwish, Experts, ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.weights.mxfp4 import dequantised
-from tests.models.published import gpt_oss
+from tests.models.published_files import gpt_oss
 from tests.shards import make_slots, stored, tiny_config, tiny_spec
 
 FILE = "model.safetensors"

@@ -26,7 +26,7 @@ from mrlhf.models.weight_files import check_weight_files, expected_tensors
 from mrlhf.weights.hf import read_weights
 from mrlhf.weights.quantised import INT4_GROUP
 from mrlhf.weights.shard import Slot, local_shape, pieces_of
-from tests.models.published import FILES
+from tests.models.published_files import FILES
 from tests.models.wrappers import ENDS, TOKENS, as_plain, assert_taken_out
 from tests.shards import tiny_config, tiny_spec
 

@@ -24,7 +24,8 @@ from mrlhf.models.generation_config import end_token_ids
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from tests.models.features import YARN_IN_FULL
-from tests.models.published import FILES, write_published
+from tests.models.published import write_published
+from tests.models.published_files import FILES
 from tests.models.wrappers import ENDS, TOKENS, assert_taken_out
 from tests.shards import tiny_config, tiny_spec
 
