@@ -44,6 +44,7 @@ def attend(
     keeps_keys: bool = False,
     sinks: Tensor | None = None,
     cap: float | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention within each sequence, without dropout.
 
@@ -62,6 +63,8 @@ def attend(
         sinks: [heads], a logit of each query head that joins every softmax and has no value, as in
             gpt-oss.
         cap: a scaled product x becomes cap * tanh(x / cap), as in Gemma 2; None: it stays as it is.
+        chosen: the keys that each query of a pack attends to, of those that it sees; see
+            `sparse_attention.choose_packed`. None: it attends to all.
 
     Returns:
         [tokens, heads * head_dim of `value`].
@@ -73,6 +76,10 @@ def attend(
     is_plain = sinks is None and cap is None
     able = [some for some in _IMPLEMENTATIONS if is_plain or some.takes_more]
     backend = next(some for some in able if isinstance(mask, some.mask) and some.serves(query, key))
+    if chosen is not None:
+        assert is_plain and window is None
+        by = partial(attend_chosen, chosen=chosen)
+        backend = _Implementation(by, Packed, _serves_all, takes_more=False)
     if backend.does_all:
         return backend.attend(query, key, value, mask, scale, window, sinks, cap, rotation)
     more = (sinks, cap) if backend.takes_more else ()
@@ -145,6 +152,32 @@ def attend_one_by_one(
             positions = torch.arange(len(k), device=q.device)
             seen = _seen(positions[len(k) - len(q) :, None], positions, window)
         outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale, sinks, cap)[0])
+    return torch.cat(outputs).flatten(1)
+
+
+def attend_chosen(
+    query: Tensor, key: Tensor, value: Tensor, mask: Packed, scale: float, window: None, *,
+    chosen: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attend to the `chosen` keys alone, sequence by sequence; see `attend`.
+
+    Which keys a query sees is there for a block of queries at a time, also in the backward pass.
+    """
+
+    def attend_block(q: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.zeros((len(rows), len(k)), dtype=torch.bool, device=q.device)
+        seen.scatter_(1, rows.long(), True)
+        return _attend_by_torch(q[None], k[None], v[None], seen, scale, None)[0]
+
+    outputs = []
+    queries = query.flatten(1, 2).split(mask.query_lengths)
+    parts = (key.split(mask.key_lengths), value.split(mask.key_lengths))
+    for q, k, v, rows in zip(queries, *parts, chosen.split(mask.query_lengths), strict=True):
+        height = max(1, _SCORES // max(1, q.shape[1] * len(k)))
+        end = len(k) - len(q)
+        for some, places in zip(q.split(height), rows.split(height), strict=True):
+            end += len(some)
+            outputs.append(_computed_again(attend_block, some, places, k[:end], v[:end]))
     return torch.cat(outputs).flatten(1)
 
 
@@ -275,13 +308,15 @@ def _attend_capped(
 
     height = max(1, _SCORES // (len(q) * q.shape[2] * k.shape[1]))
     blocks = zip(grouped.split(height, dim=1), seen.split(height, dim=-2), strict=True)
-    again = partial(
-        torch.utils.checkpoint.checkpoint,
-        attend_block,
-        use_reentrant=False,
-        preserve_rng_state=False,
+    return torch.cat([_computed_again(attend_block, *block, k, v) for block in blocks], dim=1)
+
+
+def _computed_again(attend_block: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+    """Return the block's output, of which the backward pass keeps the parts alone."""
+    output: Tensor = torch.utils.checkpoint.checkpoint(
+        attend_block, *parts, use_reentrant=False, preserve_rng_state=False
     )
-    return torch.cat([again(*block, k, v) for block in blocks], dim=1)
+    return output
 
 
 def _with_sinks(

@@ -1,8 +1,8 @@
 """Latent attention of packed sequences, https://arxiv.org/abs/2405.04434, section 2.1.
 
 Keys and values of all heads come from one latent of each token, and part of each key, which is
-rotated, is the same in all heads. Ranks split the heads; latents are computed on every rank. This
-file knows no family.
+rotated, is the same in all heads. Ranks split the heads; latents are computed on every rank. Where
+attention is sparse, an indexer chooses the tokens. This file knows no family.
 """
 
 from __future__ import annotations
@@ -19,28 +19,69 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mrlhf.models.linear import ColumnLinear, RowLinear, WholeLinear
 from mrlhf.models.norms import RMSNorm
 from mrlhf.models.ops import halves
 from mrlhf.models.rope import Rope
 from mrlhf.models.self_attention import CoreAttention
+from mrlhf.models.sparse_attention import IndexQueries, choose_packed, turned
 from mrlhf.models.spec import Indexer, Latent
 from mrlhf.models.token_mixing import TokenMixing
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
-class IndexerWeights(torch.nn.Module):
-    """The weights of an indexer, which are kept for files and not trained."""
+class ChoosingLayer(torch.nn.Module):
+    """An indexer, which never trains; under sequence parallelism ranks choose for their tokens."""
 
-    def __init__(self, config: TransformerConfig, indexer: Indexer, q_rank: int) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        indexer: Indexer,
+        q_rank: int,
+        rope: Rope,
+        tp_group: ProcessGroup,
+    ) -> None:
         super().__init__()
+        self._indexer = indexer
+        self._rope = rope
+        self._tp_group = tp_group
+        self._splits_tokens = config.sequence_parallel
         hidden = config.hidden_size
         self.wq_b = WholeLinear(config, q_rank, indexer.heads * indexer.head_dim)
         self.wk = WholeLinear(config, hidden, indexer.head_dim)
-        self.k_norm = torch.nn.LayerNorm(indexer.head_dim, dtype=config.params_dtype)
+        self.k_norm = torch.nn.LayerNorm(indexer.head_dim, eps=1e-6, dtype=config.params_dtype)
         self.weights_proj = WholeLinear(config, hidden, indexer.heads)
         self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, hidden_states: Tensor, latents: Tensor, packed: PackedSequences) -> Tensor:
+        """Return the chosen keys of all tokens of a pack, as `choose_packed` does.
+
+        `hidden_states` and the `latents` of queries are those of the tokens that this rank has.
+        """
+        indexer = self._indexer
+        tokens = len(hidden_states)
+        first = self._tp_group.rank() * tokens if self._splits_tokens else 0
+        angles = packed.rotation(self._rope.frequencies, self._rope.scale).by_token
+        angles = tuple(part[first : first + tokens] for part in angles)
+
+        heads = self.wq_b(latents).view(tokens, indexer.heads, indexer.head_dim)
+        weights = F.linear(hidden_states.float(), self.weights_proj.weight.float())
+        queries = IndexQueries(turned(heads, indexer, *angles), weights.squeeze(1))
+        keys = turned(self.k_norm(self.wk(hidden_states)), indexer, *angles).squeeze(1)
+
+        keys = self._gathered(keys)
+        if packed.keys is not None:
+            keys = packed.keys.lay_out(keys)
+        return self._gathered(choose_packed(queries, keys, packed.mask, indexer.most, first))
+
+    def _gathered(self, of_tokens: Tensor) -> Tensor:
+        if not self._splits_tokens:
+            return of_tokens
+        whole: Tensor = gather_from_sequence_parallel_region(of_tokens, group=self._tp_group)
+        return whole
 
 
 class LatentSelfAttention(TokenMixing, MegatronModule):
@@ -58,7 +99,6 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
         latent: Latent,
         rope: Rope,
         pg_collection: ProcessGroupCollection,
-        indexer: Indexer | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -96,20 +136,28 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
         self.linear_proj = RowLinear(
             heads * latent.value_dim, hidden, input_is_parallel=True, **options
         )
-        if indexer is not None:
+        self._number = layer_number - 1
+        if latent.indexer is not None and latent.indexer.layers[self._number]:
             assert latent.q_rank is not None, "its queries come from latents"
-            self.indexer = IndexerWeights(config, indexer, latent.q_rank)
+            self.indexer = ChoosingLayer(
+                config, latent.indexer, latent.q_rank, rope, self._tp_group
+            )
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, ...]:
         """Return q [tokens, heads * head_dim], k and v before the rotated part of k is added, and
         that part [tokens, rotary_dim].
+
+        The fourth are the keys that each token attends to, where attention is sparse.
         """
         latent = self._latent
+        chosen: list[Tensor] = []
         if latent.q_rank is None:
             query = self.linear_q_proj(hidden_states)[0]
         else:
             compressed = self.q_layernorm(self.linear_q_down_proj(hidden_states))
             query = self.linear_q_up_proj(compressed)[0]
+            if latent.indexer is not None and packed.longest > latent.indexer.most:
+                chosen = [self._chosen(latent.indexer, hidden_states, compressed, packed)]
 
         compressed, rotated = self.linear_kv_down_proj(hidden_states).split(
             [latent.kv_rank, self._rotary_dim], dim=-1
@@ -122,11 +170,23 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
             )
         else:
             rotated = copy_to_tensor_model_parallel_region(rotated, group=self._tp_group)
-        return query.squeeze(1), keys_values.squeeze(1), rotated.squeeze(1)
+        return query.squeeze(1), keys_values.squeeze(1), rotated.squeeze(1), *chosen
+
+    def _chosen(
+        self, indexer: Indexer, hidden_states: Tensor, latents: Tensor, packed: PackedSequences
+    ) -> Tensor:
+        """Return what this layer or the one before it chooses."""
+        number = indexer.chooser_of(self._number)
+        if number < self._number:
+            return packed.chosen[number]
+        chosen: Tensor = self.indexer(hidden_states, latents, packed)
+        if number + 1 < len(indexer.layers) and not indexer.layers[number + 1]:
+            packed.chosen[number] = chosen
+        return chosen
 
     def mix(self, projections: tuple[Tensor, ...], packed: PackedSequences) -> Tensor:
         """Return [tokens, heads * value_dim]; in each head the rotated dimensions come first."""
-        query, keys_values, rotated = projections
+        query, keys_values, rotated, *chosen = projections
         latent = self._latent
         head_dim = latent.plain_dim + self._rotary_dim
         query = query.unflatten(-1, (-1, head_dim))
@@ -143,5 +203,7 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
         value = F.pad(value, (0, head_dim - latent.value_dim))
 
         rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
-        output = self.core_attention(query, key, value, rotation, packed)
+        output = self.core_attention(
+            query, key, value, rotation, packed, chosen=chosen[0] if chosen else None
+        )
         return output.unflatten(-1, (-1, head_dim))[..., : latent.value_dim].flatten(-2)

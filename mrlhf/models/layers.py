@@ -48,7 +48,7 @@ from mrlhf.models.norms import (
 from mrlhf.models.ops import gated
 from mrlhf.models.rope import Rope, rope_of
 from mrlhf.models.self_attention import CoreAttention, TensorParallelSelfAttention
-from mrlhf.models.spec import Indexer, ModelSpec
+from mrlhf.models.spec import ModelSpec
 
 
 class GatedActivation(torch.nn.Module):
@@ -94,9 +94,6 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
         dense = by_rope[spec.ropes[layer]]
         if spec.has_delta(layer):
             dense = delta_layer(spec, dense)
-        indexer = spec.indexer_of(layer)
-        if indexer is not None:
-            dense = indexed_layer(dense, indexer)
         layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_norm(spec))
 
@@ -104,13 +101,6 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
 def delta_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
     """Return the layer with a gated delta net in place of a dense layer's attention."""
     attention = ModuleSpec(module=GatedDeltaNet, params={"net": spec.delta})
-    return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
-
-
-def indexed_layer(dense: ModuleSpec, indexer: Indexer) -> ModuleSpec:
-    """Return the layer with an indexer beside a dense layer's latent attention."""
-    latent = dense.submodules.self_attention
-    attention = replace(latent, params=latent.params | {"indexer": indexer})
     return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
 
 

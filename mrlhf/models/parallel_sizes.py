@@ -57,9 +57,9 @@ def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
         None if they fit.
     """
     layers = spec.num_layers
-    if stages.split(layers) is not None:
-        return None
     prefix = f"{role}." if role else ""
+    if stages.split(layers) is not None:
+        return _choices_between(prefix, stages, spec)
     if stages.pp_layers is not None:
         named = list(stages.pp_layers)
         return (
@@ -80,6 +80,20 @@ def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
     if fits:
         remedy = f"set {prefix}pp to {_one_of(fits)}, or {remedy}"
     return f"{sizes} does not fit the model's {layers} layers; {remedy}"
+
+
+def _choices_between(prefix: str, stages: Stages, spec: ModelSpec) -> str | None:
+    """Say in one line which stage begins with a layer that takes the choice of the one before."""
+    indexer = None if spec.latent is None else spec.latent.indexer
+    firsts = [stages.layers(number, spec.num_layers).start for number in range(stages.count)]
+    if indexer is None or all(indexer.layers[first] for first in firsts):
+        return None
+    first = next(first for first in firsts if not indexer.layers[first])
+    return (
+        f"{prefix}pp: a stage begins with layer {first}, which attends to what the indexer of layer "
+        f"{indexer.chooser_of(first)} chooses; name the layers of each stage in {prefix}pp_layers, "
+        "so that each begins with a layer that has an indexer"
+    )
 
 
 def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:

@@ -63,6 +63,7 @@ class CoreAttention(torch.nn.Module):
         packed: PackedSequences,
         sinks: Tensor | None = None,
         cap: float | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Rotate q and k, unless `rotation` is None, and attend, to [tokens, heads * head_dim]."""
         return attend(
@@ -76,6 +77,7 @@ class CoreAttention(torch.nn.Module):
             keeps_keys=self._is_recomputed,
             sinks=sinks,
             cap=cap,
+            chosen=chosen,
         )
 
 
@@ -118,7 +120,7 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
             heads = config.num_attention_heads // self.world_size
             self.sinks = split_parameter(config, heads)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def project(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, ...]:
         """Return q, k and v of this rank's heads before rotation, shaped as for `attend`.
 
         A gate of the output, shaped as q, is the fourth, if the model has one.

@@ -105,15 +105,17 @@ class Latent:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What chooses the tokens that each token attends to, in sparse attention.
-
-    Models here hold its weights and do not compute it: among `most` tokens it chooses all.
-    """
+    """What chooses the tokens that each token attends to, in sparse attention; it never trains."""
 
     heads: int
-    head_dim: int
+    head_dim: int  # of which the first `rotary_dim` of the model are rotated
+    interleaved: bool  # as in `Latent`
     layers: tuple[bool, ...]  # those that have one; the others take the choice of the one before
-    most: int  # tokens that it chooses
+    most: int  # tokens that it chooses; among no more of them it chooses all
+
+    def chooser_of(self, layer: int) -> int:
+        """The number of the layer whose indexer chooses for the layer with this number."""
+        return max(number for number in range(layer + 1) if self.layers[number])
 
 
 @dataclass(frozen=True)

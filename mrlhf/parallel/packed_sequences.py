@@ -56,6 +56,8 @@ class PackedSequences(PackedSeqParams):
     keys: KeyExchange | None = field(kw_only=True, default=None)
     # Replays and records the experts of the tokens; None: the routers choose.
     routing: PackRouting | None = field(kw_only=True, default=None)
+    # The keys that layers with an indexer chose, by the layer's number, for those that share them.
+    chosen: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
     )
@@ -118,6 +120,12 @@ class PackedSequences(PackedSeqParams):
             self.max_seqlen_kv,
             self.keys,
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest whole sequence, with padding; the same on all ranks that share it.
+        """
+        return self.max_seqlen_q * self.segments.count if self.trees is None else self.trees.reach
 
     @property
     def parts(self) -> int:

@@ -154,11 +154,16 @@ DELTA_LAYOUTS = {
     ],
 }
 
-# And for models with indexers, which are whole on every rank.
-INDEXER_LAYOUTS = {
+# And for models with indexers, which are whole on every rank. Stages begin with one.
+INDEXERS = ("deepseek-v32", "glm-moe-dsa")
+INDEXER_CASES = {
     1: [],
-    2: [AxisSizes(tp=2), AxisSizes(cp=2), AxisSizes(ep=2)],
-    4: [AxisSizes(tp=2, pp=2), AxisSizes(pp=2, vpp=2, ep=2)],
+    2: [(AxisSizes(**sizes), INDEXERS) for sizes in ({"tp": 2}, {"cp": 2}, {"ep": 2})],
+    4: [
+        (AxisSizes(tp=2, pp=2), INDEXERS),
+        (AxisSizes(pp=2, vpp=2, ep=2), INDEXERS[:1]),
+        (AxisSizes(tp=2, cp=2), INDEXERS[1:]),
+    ],
 }
 
 
@@ -292,7 +297,7 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
     names = MIXTURES if world_size != 2 else (*MIXTURES, "glm4-moe-lite", "gpt-oss-adapted")
     cases = [(sizes, names) for sizes in MIXTURE_LAYOUTS[world_size]]
     cases += [(sizes, ("gpt-oss",)) for sizes in SINK_LAYOUTS[world_size]]
-    cases += [(sizes, ("deepseek-v32", "glm-moe-dsa")) for sizes in INDEXER_LAYOUTS[world_size]]
+    cases += INDEXER_CASES[world_size]
     for worst in run_ranks(world_size, _mixture_parity, str(references), cases):
         assert max(worst.values()) < 1e-4, worst
 

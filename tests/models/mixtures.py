@@ -39,7 +39,7 @@ _GROUPS = {
     "pad_token_id": None,
     **_EXPERTS,
 }
-_INDEXER = {"index_topk": 4096, "index_head_dim": 10, "index_n_heads": 3}
+_INDEXER = {"index_topk": 9, "index_head_dim": 10, "index_n_heads": 7}
 
 
 def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:

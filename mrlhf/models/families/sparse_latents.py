@@ -1,8 +1,6 @@
 """GLM-5 and DeepSeek-V3.2: latent attention to the tokens that an indexer chooses.
 
-Among no more tokens than it chooses, attention is that of DeepSeek-V3, and longer sequences are
-refused; the indexers' weights are kept as they are. This file knows only what their `config.json`
-may say.
+This file knows only what their `config.json` may say.
 """
 
 from __future__ import annotations
@@ -27,7 +25,9 @@ from mrlhf.models.spec import Head, Indexer, ModelSpec
 _MOST_CHOSEN = 10**7
 
 
-def _read_config(config: dict[str, Any], head: Head, class_stem: str) -> ModelSpec:
+def _read_config(
+    config: dict[str, Any], head: Head, class_stem: str, interleaved: bool
+) -> ModelSpec:
     refuse_scalar(config, head, class_stem)
     # Both rotate neighbours, whatever a file says.
     spec = latent_spec({**config, "rope_interleave": True}, head)
@@ -35,14 +35,16 @@ def _read_config(config: dict[str, Any], head: Head, class_stem: str) -> ModelSp
     indexer = Indexer(
         heads=count(config, "index_n_heads"),
         head_dim=count(config, "index_head_dim"),
+        interleaved=interleaved,
         layers=_own_indexers(config),
         most=count(config, "index_topk", most=_MOST_CHOSEN),
     )
-    spec = replace(
-        spec,
-        latent=replace(spec.latent, indexer=indexer),
-        max_positions=min(spec.max_positions, indexer.most),
-    )
+    if indexer.head_dim < spec.rotary_dim:
+        raise ConfigError(
+            f"config.json has index_head_dim={indexer.head_dim}; it must be at least the "
+            f"{spec.rotary_dim} of qk_rope_head_dim, which are rotated"
+        )
+    spec = replace(spec, latent=replace(spec.latent, indexer=indexer))
     return with_experts(spec, listed_experts(config))
 
 
@@ -57,12 +59,13 @@ def _own_indexers(config: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(kind == "full" for kind in kinds)
 
 
-def _family(model_type: str, class_stem: str) -> Family:
+def _family(model_type: str, class_stem: str, interleaved: bool) -> Family:
+    """Return a family; `interleaved` is how its indexers rotate."""
     return replace(
         mixture_family(
             model_type,
             class_stem,
-            lambda config, head: _read_config(config, head, class_stem),
+            lambda config, head: _read_config(config, head, class_stem, interleaved),
             ExpertNames(shared="mlp.shared_experts"),
             (*REQUIRED, "index_n_heads", "index_head_dim", "index_topk"),
         ),
@@ -71,5 +74,5 @@ def _family(model_type: str, class_stem: str) -> Family:
     )
 
 
-DEEPSEEK_V32 = _family("deepseek_v32", "DeepseekV32")
-GLM_MOE_DSA = _family("glm_moe_dsa", "GlmMoeDsa")
+DEEPSEEK_V32 = _family("deepseek_v32", "DeepseekV32", interleaved=False)
+GLM_MOE_DSA = _family("glm_moe_dsa", "GlmMoeDsa", interleaved=True)
