@@ -61,7 +61,7 @@ def _add_keys(scores, value, top, total, context):
 @_kernel
 def paged_attention(
     q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
-    sequences, kv_heads, dim, more, table_stride, scale, window,
+    sequences, kv_heads, dim, more, key_stride, table_stride, scale, window,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, MORE: tl.constexpr,
     CAP: tl.constexpr,
@@ -69,7 +69,8 @@ def paged_attention(
     """Causal attention of QUERIES tokens x HEADS of a GROUP to its KV head's keys in pages.
 
     These heads share one reading of the keys. With MORE, as in latent attention, keys have `more`
-    numbers after their first `dim`, which are the values. With several splits, the grid's last
+    numbers after their first `dim`, which are the values; from one to the next it is `key_stride`
+    numbers. With several splits, the grid's last
     size, a program sees one part of the keys, and instead of `out` it writes float32 `parts`
     [splits, tokens, heads, dim], not yet divided by `sums`.
     """
@@ -120,7 +121,7 @@ def paged_attention(
             page = tl.load(table + base // PAGE)
         else:
             page = tl.load(table + seen // PAGE, seen < stop, 0)
-        cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * width
+        cached = ((page.to(tl.int64) * PAGE + seen % PAGE) * kv_heads + kv_head) * key_stride
         stored = (seen < stop)[:, None] & (lanes < dim)[None, :]
         key = tl.load(keys + cached[:, None] + lanes[None, :], stored, 0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")

@@ -174,7 +174,8 @@ def paged_attention(
     Args:
         q: [tokens, heads, dim], sequence after sequence.
         keys: [blocks, block_size, kv_heads, dim].
-        values: as `keys`; if there are fewer in a head, they are its first numbers of `keys`.
+        values: as `keys`; if there are fewer in a head, they are its first numbers of `keys`, which
+            may then be a part of longer rows.
         tables: blocks of each sequence, int32 [sequences, blocks], dense in its rows.
         query_starts: int32 [sequences + 1].
         lengths: tokens of each sequence in the cache, int32 [sequences].
@@ -221,7 +222,7 @@ def paged_attention(
 
     attention_kernels.paged_attention[(blocks, kv_heads, splits)](
         q, keys, values, tables, query_starts, lengths, sinks, out, parts, sums, tops,
-        sequences, kv_heads, dim, more, tables.stride(0), scale, window,
+        sequences, kv_heads, dim, more, keys.stride(2), tables.stride(0), scale, window,
         GROUP=group, HEADS=heads_each, PAGE=page, QUERIES=queries, ROWS=rows, KEYS=tiles.keys,
         DIM=lanes, MORE=more_lanes, CAP=cap, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -51,7 +51,7 @@ class StateShape:
 class CacheShape:
     """The cache of one rank, without its number of blocks."""
 
-    # of each layer that has keys and values: KV heads on the rank, and dimensions of one
+    # of each layer that has keys and values: KV heads on the rank, and numbers stored of one
     heads: tuple[tuple[int, int], ...]
     itemsize: int  # bytes of a number
     block_size: int  # tokens in a block
@@ -73,7 +73,7 @@ class CacheShape:
         """Return the cache of a model on one of `tp_size` ranks."""
         layers = [sizes.cached for sizes in attention_layers(spec) if sizes.cached.heads]
         return cls(
-            heads=tuple((cached.on_rank(tp_size), cached.key_dim) for cached in layers),
+            heads=tuple((some.on_rank(tp_size), some.key_dim + some.index_dim) for some in layers),
             itemsize=itemsize,
             block_size=block_size,
             experts=experts,

@@ -151,7 +151,7 @@ def attend_one_by_one(
         if not is_plain or len(q) < len(k) or (window is not None and len(k) > window):
             positions = torch.arange(len(k), device=q.device)
             seen = _seen(positions[len(k) - len(q) :, None], positions, window)
-        outputs.append(_attend_by_torch(q[None], k[None], v[None], seen, scale, sinks, cap)[0])
+        outputs.append(attend_by_torch(q[None], k[None], v[None], seen, scale, sinks, cap)[0])
     return torch.cat(outputs).flatten(1)
 
 
@@ -167,7 +167,7 @@ def attend_chosen(
     def attend_block(q: Tensor, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = torch.zeros((len(rows), len(k)), dtype=torch.bool, device=q.device)
         seen.scatter_(1, rows.long(), True)
-        return _attend_by_torch(q[None], k[None], v[None], seen, scale, None)[0]
+        return attend_by_torch(q[None], k[None], v[None], seen, scale, None)[0]
 
     outputs = []
     queries = query.flatten(1, 2).split(mask.query_lengths)
@@ -196,22 +196,11 @@ def attend_gathered(
         places = torch.arange(count, device=query.device)[:, None]
         positions = mask.lengths[sequences, None, None] - count + places
         seen = _seen(positions, torch.arange(keys.shape[1], device=query.device), window)
-        return _attend_by_torch(queries, keys, values, seen[:, None], scale, sinks, cap)
+        return attend_by_torch(queries, keys, values, seen[:, None], scale, sinks, cap)
 
-    if mask.most_queries == 1:
-        return attend_last(query[:, None], slice(None), mask.most_keys).flatten(1)
-
-    # Sequences with one query are computed together. A chunk of a prompt is computed alone: padding
-    # the others to its length would take more memory than the model.
     context = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    starts = mask.query_edges.tolist()
-    lengths = mask.lengths.tolist()
-    counts = mask.query_edges.diff().tolist()
-    single = [number for number, count in enumerate(counts) if count == 1]
-    chunks = [[number] for number, count in enumerate(counts) if count != 1]
-    for part in [single, *chunks] if single else chunks:
-        rows = torch.tensor([range(starts[s], starts[s + 1]) for s in part], device=query.device)
-        context[rows] = attend_last(query[rows], part, max(lengths[s] for s in part))
+    for rows, sequences, longest in mask.parts():
+        context[rows] = attend_last(query[rows], sequences, longest)
     return context.flatten(1)
 
 
@@ -254,7 +243,7 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (keys > queries - window)
 
 
-def _attend_by_torch(
+def attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None,
     cap: float | None = None,
 ) -> Tensor:  # fmt: skip
@@ -267,11 +256,11 @@ def _attend_by_torch(
     if sinks is not None:
         assert seen is not None
         extended = _with_sinks(q, k, v, seen, sinks / scale)
-        return _attend_by_torch(*extended, scale, None)[..., : v.shape[-1]]
+        return attend_by_torch(*extended, scale, None)[..., : v.shape[-1]]
     if k.shape[-1] != v.shape[-1] and k.shape[2] == 1 and q.shape[2] > 1 and seen is not None:
         # Heads that share the KV head become rows: torch would copy keys and values for each.
         heads = q.shape[2]
-        rows = _attend_by_torch(
+        rows = attend_by_torch(
             q.flatten(1, 2)[:, :, None], k, v, seen.repeat_interleave(heads, dim=-2), scale, None
         )
         return rows.view(*q.shape[:3], v.shape[-1])

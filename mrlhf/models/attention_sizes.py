@@ -7,11 +7,11 @@ of attention states them once. Pure arithmetic on a spec; it knows no tensors.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from mrlhf.models.spec import DELTA_CHUNK, DeltaNet, Latent, ModelSpec
+from mrlhf.models.spec import DELTA_CHUNK, DeltaNet, Indexer, Latent, ModelSpec
 
 
 class Product(NamedTuple):
@@ -34,6 +34,7 @@ class CachedHeads(NamedTuple):
     heads: int  # KV heads, which ranks share out; if there are more ranks, several hold the same
     key_dim: int
     values_in_keys: int | None = None  # as in `CacheShape`
+    index_dim: int = 0  # of the key of an indexer, which lies behind the key
 
     def on_rank(self, tp: int) -> int:
         """KV heads on each of `tp` ranks."""
@@ -61,12 +62,21 @@ class AttentionSizes:
     token_products: int = 0  # multiplications for a token beside `products`, whatever it sees
     state_bytes: int = 0  # of a sequence in the engine, read and written for each token
     swapped: int = 0  # of a token, which context parallelism exchanges for those of other heads
+    most_seen: int | None = None  # the keys that a token attends to at most; None: all
+    # What chooses them, without a backward pass: multiplications for a token, and for a query and a
+    # key that it sees, where some see more keys than `most_seen`.
+    choosing_products: int = 0
+    choosing_pair_products: int = 0
 
 
 @lru_cache(maxsize=8)
 def attention_layers(spec: ModelSpec) -> tuple[AttentionSizes, ...]:
     """Return the sizes of each layer's attention, or of what it has in its place."""
     attention = tuple(attention_of(spec.of_layer(layer)) for layer in range(spec.num_layers))
+    if spec.latent is not None and spec.latent.indexer is not None:
+        indexer = spec.latent.indexer
+        choosing = _choosing(spec, spec.latent, indexer, attention[0])
+        return tuple(choosing if own else attention[0] for own in indexer.layers)
     if spec.delta is None:
         return attention
     net = _of_delta_net(spec.hidden_size, spec.delta)
@@ -134,6 +144,22 @@ def _of_latents(spec: ModelSpec, latent: Latent) -> AttentionSizes:
         cached=CachedHeads(1, down, latent.kv_rank),
         kept_whole=kept_whole,
         engine_pair_products=heads * (down + latent.kv_rank),
+        most_seen=None if latent.indexer is None else latent.indexer.most,
+    )
+
+
+def _choosing(
+    spec: ModelSpec, latent: Latent, indexer: Indexer, attention: AttentionSizes
+) -> AttentionSizes:
+    """The sizes of attention in a layer with an indexer, whose key is cached behind the latent."""
+    assert latent.q_rank is not None, "its queries come from latents"
+    rows = indexer.heads * indexer.head_dim
+    return replace(
+        attention,
+        choosing_products=latent.q_rank * rows
+        + spec.hidden_size * (indexer.head_dim + indexer.heads),
+        choosing_pair_products=rows,
+        cached=attention.cached._replace(index_dim=indexer.head_dim),
     )
 
 

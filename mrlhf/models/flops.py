@@ -27,11 +27,21 @@ _BACKWARD = 2  # products in the backward pass for each one in the forward pass
 
 def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     """Count the operations of a forward pass whose output layer sees `outputs` positions."""
-    products = 0
+    products = _choosing_products(spec, length)
     for sizes, window in zip(attention_layers(spec), spec.windows, strict=True):
-        products += sizes.pair_products * visible_pairs(length, window)
+        products += sizes.pair_products * visible_pairs(length, window or sizes.most_seen)
         products += sizes.token_products * length
     return _linear_flops(spec, length, outputs) + 2 * products
+
+
+def _choosing_products(spec: ModelSpec, length: int) -> int:
+    """Count the multiplications of what chooses the tokens that a token attends to."""
+    products = 0
+    for sizes in attention_layers(spec):
+        if sizes.most_seen is not None and length > sizes.most_seen:
+            products += sizes.choosing_products * length
+            products += sizes.choosing_pair_products * visible_pairs(length, None)
+    return products
 
 
 def _linear_flops(spec: ModelSpec, length: int, outputs: int) -> int:
@@ -65,6 +75,7 @@ def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> flo
     total = 0.0
     for length, outputs in sequences:
         total += (1 + _BACKWARD) * forward_flops(spec, length, outputs)
+        total -= 2 * _BACKWARD * _choosing_products(spec, length)
         if spec.lora is not None:
             total -= _linear_flops(spec, length, outputs)
         elif spec.frozen:

@@ -64,8 +64,8 @@ class ChoosingLayer(torch.nn.Module):
         indexer = self._indexer
         tokens = len(hidden_states)
         first = self._tp_group.rank() * tokens if self._splits_tokens else 0
-        angles = packed.rotation(self._rope.frequencies, self._rope.scale).by_token
-        angles = tuple(part[first : first + tokens] for part in angles)
+        rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
+        angles = [part[first : first + tokens] for part in rotation.by_token]
 
         heads = self.wq_b(latents).view(tokens, indexer.heads, indexer.head_dim)
         weights = F.linear(hidden_states.float(), self.weights_proj.weight.float())

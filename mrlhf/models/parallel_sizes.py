@@ -90,9 +90,9 @@ def _choices_between(prefix: str, stages: Stages, spec: ModelSpec) -> str | None
         return None
     first = next(first for first in firsts if not indexer.layers[first])
     return (
-        f"{prefix}pp: a stage begins with layer {first}, which attends to what the indexer of layer "
-        f"{indexer.chooser_of(first)} chooses; name the layers of each stage in {prefix}pp_layers, "
-        "so that each begins with a layer that has an indexer"
+        f"{prefix}pp {stages.pp}: a stage begins with layer {first}, which attends to what the "
+        f"indexer of layer {indexer.chooser_of(first)} chooses; name the layers of each stage in "
+        f"{prefix}pp_layers, so that each begins with a layer that has an indexer"
     )
 
 

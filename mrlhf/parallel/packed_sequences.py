@@ -123,8 +123,7 @@ class PackedSequences(PackedSeqParams):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest whole sequence, with padding; the same on all ranks that share it.
-        """
+        """Tokens of the longest whole sequence, with padding; ranks that share it agree."""
         return self.max_seqlen_q * self.segments.count if self.trees is None else self.trees.reach
 
     @property

@@ -78,10 +78,14 @@ class Passes:
         layer = sum(self._engine_product(linear) for linear in self._linears(work.tokens))
         tp = self.layout.tp
         for sizes, share in attention_kinds(spec):
-            keys = sizes.cached.numbers(tp) * self.itemsize * work.outputs * work.length
+            seen = min(work.length, sizes.most_seen or work.length)
+            numbers = sizes.cached.numbers(tp) * seen + sizes.cached.index_dim * work.length
+            keys = numbers * self.itemsize * work.outputs
             states = 2 * sizes.state_bytes / tp * work.outputs
             products = sizes.engine_pair_products or sizes.pair_products
-            each = products * work.length + sizes.token_products
+            each = products * seen + sizes.token_products
+            if seen < work.length:  # every rank chooses
+                each += tp * (sizes.choosing_products + sizes.choosing_pair_products * work.length)
             attention = self.gpu.computing_s(2 * each / tp * work.tokens)
             layer += share * max(attention, self.gpu.memory_s(keys + states))
 
@@ -128,6 +132,8 @@ class Passes:
         for sizes, window in zip(attention_layers(spec), spec.windows, strict=True):
             pairs = visible_pairs(length, window) / length
             products += sizes.pair_products * pairs + sizes.token_products
+            if sizes.most_seen is not None and length > sizes.most_seen:
+                products += sizes.choosing_products + sizes.choosing_pair_products * pairs
         return 2 * products / spec.num_layers / self.layout.tp * work.tokens
 
     def _activations(self, work: Work) -> float:

@@ -130,7 +130,18 @@ class Activations:
             self.spec, recompute or self.recompute, is_mixture, self.layout.etp, layer
         )
         each = whole / (self.layout.tp if self._splits else 1) + split / self.layout.tp
-        return self._tokens * each * self.itemsize / 2
+        chosen = self._chosen(layer, recompute or self.recompute)
+        return self._tokens * (each * self.itemsize / 2 + chosen)
+
+    def _chosen(self, layer: int, recompute: str) -> int:
+        """Bytes of the places of the keys that a layer's indexer chooses for a token."""
+        every = attention_layers(self.spec)
+        most = every[layer].most_seen
+        if most is None or not every[layer].choosing_products or self.micro_batch_tokens <= most:
+            return 0
+        # Layers after it may need them still when it computes them again.
+        is_shared = layer + 1 < len(every) and not every[layer + 1].choosing_products
+        return 4 * most if is_shared or recompute != "full" else 0
 
     @property
     def _loss(self) -> float:

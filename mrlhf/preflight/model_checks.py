@@ -364,11 +364,8 @@ def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None])
         if spec is None or spec.max_positions >= longest or role.path in reported:
             continue
         reported.add(role.path)
-        key, why = "max_position_embeddings", ""
-        indexer = None if spec.latent is None else spec.latent.indexer
-        if indexer is not None and indexer.most == spec.max_positions:
-            key, why = "index_topk", ", up to which its sparse attention is to all tokens"
         yield (
-            f"{name}: the longest sequence, {longest} tokens, is beyond the model's {key} "
-            f"{spec.max_positions} ({Path(role.path) / 'config.json'}){why}; lower {lengths}"
+            f"{name}: the longest sequence, {longest} tokens, is beyond the model's "
+            f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
+            f"lower {lengths}"
         )

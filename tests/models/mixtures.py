@@ -39,7 +39,8 @@ _GROUPS = {
     "pad_token_id": None,
     **_EXPERTS,
 }
-_INDEXER = {"index_topk": 9, "index_head_dim": 10, "index_n_heads": 7}
+# Scores are seldom 0, which several keys would share: their order has no rule.
+_INDEXER = {"index_topk": 9, "index_head_dim": 10, "index_n_heads": 16}
 
 
 def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:

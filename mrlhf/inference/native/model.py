@@ -22,10 +22,11 @@ from mrlhf.inference.native.linear import linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm
 from mrlhf.inference.native.parameters import Parameters
+from mrlhf.inference.native.sparse_attention import IndexLayer
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.rope import rope_of
-from mrlhf.models.spec import DeltaNet, Latent, ModelSpec
+from mrlhf.models.spec import DeltaNet, Indexer, Latent, ModelSpec
 from mrlhf.parallel.vocab_sums import cap_logits
 
 AnyAttention = Attention | LatentAttention | DeltaLayer
@@ -248,8 +249,22 @@ def _latent_attention(weights: LayerWeights, latent: Latent, tables: Tables) -> 
         kv_down=weights.linear(own + "linear_kv_down_proj.weight"),
         kv_norm=weights.norm(own + "kv_layernorm.weight"),
         kv_up=kv_up.unflatten(0, (-1, latent.plain_dim + latent.value_dim)),
+        index=_index_layer(weights, latent.indexer),
         tables=tables,
         proj=weights.linear(own + "linear_proj.weight"),
+    )
+
+
+def _index_layer(weights: LayerWeights, indexer: Indexer | None) -> IndexLayer | None:
+    if indexer is None or not indexer.layers[weights.number]:
+        return None
+    own = "self_attention.indexer."
+    return IndexLayer(
+        indexer=indexer,
+        q=weights.linear(own + "wq_b.weight"),
+        k=weights.linear(own + "wk.weight"),
+        k_norm=(weights.tensor(own + "k_norm.weight"), weights.tensor(own + "k_norm.bias")),
+        weights=weights.tensor(own + "weights_proj.weight"),
     )
 
 

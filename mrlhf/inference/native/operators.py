@@ -6,7 +6,7 @@ file knows flat tokens and blocks of the cache, and no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from mrlhf.gpu.library import operator, serves
 from mrlhf.host import kernels
 from mrlhf.host.kernels import threads_for
+from mrlhf.inference.native.sparse_attention import Chosen
 from mrlhf.models.ops import torch_rms_norm, torch_rotate
 from mrlhf.parallel.masks import Paged
 
@@ -21,9 +22,10 @@ Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each.
 
 On a CPU with a compiler the keys of a block are stored as [kv_heads, head_dim, block_size]. With
-latent attention values are the first numbers of keys, in the same memory. A layer with a delta net
-has, of each sequence, the rows before the next token that its convolution sees, [slots, taps - 1,
-channels], and its states, float32 [slots, value_heads, key_dim, value_dim].
+latent attention values are the first numbers of keys, in the same memory; the last numbers of keys
+are those of the indexer, if the layer has one. A layer with a delta net has, of each sequence, the
+rows before the next token that its convolution sees, [slots, taps - 1, channels], and its states,
+float32 [slots, value_heads, key_dim, value_dim].
 """
 
 Tables = tuple[Tensor, Tensor]
@@ -43,6 +45,8 @@ class StepInputs:
     # where the states of each sequence lie, int64 [sequences]; None or empty if there are none
     slots: Tensor | None = None
     counts: tuple[int, ...] = ()  # tokens of each sequence; empty if each has one
+    # what the last indexer of this pass chose; empty if it chose nothing yet
+    chosen: list[Chosen] = field(default_factory=list)
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
