@@ -85,10 +85,11 @@ def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
 def _choices_between(prefix: str, stages: Stages, spec: ModelSpec) -> str | None:
     """Say in one line which stage begins with a layer that takes the choice of the one before."""
     indexer = None if spec.latent is None else spec.latent.indexer
-    firsts = [stages.layers(number, spec.num_layers).start for number in range(stages.count)]
-    if indexer is None or all(indexer.layers[first] for first in firsts):
+    of_stages = [stages.layers(number, spec.num_layers) for number in range(stages.count)]
+    firsts = [layers.start for layers in of_stages if layers]
+    first = next((n for n in firsts if indexer is not None and not indexer.layers[n]), None)
+    if indexer is None or first is None:
         return None
-    first = next(first for first in firsts if not indexer.layers[first])
     return (
         f"{prefix}pp {stages.pp}: a stage begins with layer {first}, which attends to what the "
         f"indexer of layer {indexer.chooser_of(first)} chooses; name the layers of each stage in "

@@ -284,6 +284,7 @@ def overlap() -> dict[str, Any]:
         "cancelled": {"cancel": 20},
         "delta nets": {"spec": measures.delta_spec(2)},
         "latents": {"spec": measures.latent_spec(2)},
+        "chosen latents": {"spec": measures.latent_spec(2, chosen=9)},
     }
     return {name: _overlap(**options) for name, options in cases.items()}
 

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import DeepseekV3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GlmMoeDsaConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from benchmarks.engine_loop import requests_for
 from mrlhf.batch import Experience, Prompts
@@ -214,12 +220,22 @@ def delta_spec(layers: int) -> ModelSpec:
     )
 
 
-def latent_spec(layers: int) -> ModelSpec:
-    """A DeepSeek-V3 without experts."""
+def latent_spec(layers: int, chosen: int | None = None) -> ModelSpec:
+    """A DeepSeek-V3 without experts; if tokens are chosen, a GLM-5 whose layers share a choice."""
+    kind: dict[str, Any] = {"kind": DeepseekV3Config, "first_k_dense_replace": layers}
+    if chosen is not None:
+        kind = {
+            "kind": GlmMoeDsaConfig,
+            "mlp_layer_types": ["dense"] * layers,
+            "indexer_types": ["full", *["shared"] * (layers - 1)],
+            "index_topk": chosen,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            "q_lora_rank": 24,
+        }
     return _spec(
-        DeepseekV3Config,
+        **kind,
         num_hidden_layers=layers,
-        first_k_dense_replace=layers,
         kv_lora_rank=32,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,

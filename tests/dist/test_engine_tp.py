@@ -52,11 +52,12 @@ GREEDY = {
     2: [
         *((name, 1) for name in (*FEATURE_MODELS, *MIXTURES)),
         *((name, 2) for name in MIXTURES),
-        *((DELTA, 2), ("qwen3-5-moe", 2), ("qwen3-5", 1)),
+        *((DELTA, 2), ("qwen3-5-moe", 2), ("qwen3-5", 1), ("glm-moe-dsa", 2)),
     ],
     4: [
         *(("phi3", 1), ("olmo3", 1), ("gemma4", 1)),
         *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4), ("gpt-oss", 2)),
+        ("deepseek-v32", 1),
     ],
 }
 # Norms of small states enlarge what is rounded.

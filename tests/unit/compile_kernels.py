@@ -21,7 +21,7 @@ SIZES = (
     "value_dim", "ranks", "rank", "more",
 )  # fmt: skip
 TYPES = {
-    **dict.fromkeys([*SIZES, "stride", "table_stride", "token_stride"], "i32"),
+    **dict.fromkeys([*SIZES, "stride", "key_stride", "table_stride", "token_stride"], "i32"),
     **dict.fromkeys(["outer_stride", "inner_stride"], "i32"),
     **dict.fromkeys(["eps", "sign", "scale", "factor", "beta"], "fp32"),
     **dict.fromkeys(["scales", "sums", "tops", "grad_weights", "cosines", "sines"], "*fp32"),
@@ -91,7 +91,7 @@ def compile_kernel(
     aligned = {  # as tensors are; loads in several stages need it
         (number,): [["tt.divisibility", 16]]
         for number, argument in enumerate(function.arg_names)
-        if argument in ("q", "keys", "values", "out", "dim", "more")
+        if argument in ("q", "keys", "values", "out", "dim", "more", "key_stride")
     }
     compiled = triton.compile(
         ASTSource(function, signature, places, aligned),

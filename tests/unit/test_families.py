@@ -336,6 +336,7 @@ def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
         ("deepseek_v3", {"v_head_dim": LEFT_OUT}, "no v_head_dim; a deepseek_v3 model must state"),
         ("glm_moe_dsa", {"index_topk": LEFT_OUT}, "no index_topk; a glm_moe_dsa model must state"),
         ("glm_moe_dsa", {"index_n_heads": 0}, "index_n_heads=0; it must be an integer from 1"),
+        ("glm_moe_dsa", {"index_head_dim": 1}, "index_head_dim=1; it must be at least the"),
         ("glm_moe_dsa", {"indexer_types": ["full"]}, "must say full or shared of each of 4 lay"),
         ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "and full of the first"),
         ("qwen3_next", {"attention_bias": True}, "sets attention_bias, which is not supported"),
@@ -397,7 +398,6 @@ def test_indexers_are_whole_and_have_no_adapters() -> None:
     layers = family.linear_layers(spec)
     assert any(name.endswith(".q_b_proj") for name in layers)
     assert not any(".indexer." in name for name in layers)
-    assert spec.max_positions == min(tiny_config("glm_moe_dsa").max_position_embeddings, 2048)
 
 
 def test_the_layers_of_a_draft_model_are_passed_over() -> None:

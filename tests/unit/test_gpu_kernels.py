@@ -317,7 +317,8 @@ def test_attention_to_latents(
     launch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
     heads: int, rank: int, rotated: int, shared: int, counts: list[int], splits: int,
 ) -> None:  # fmt: skip
-    """Values are the first numbers of keys; many heads take several programs.
+    """Values are the first numbers of keys, which are those of rows; many heads take several
+    programs.
 
     `shared` is the memory of a program in KiB.
     """
@@ -325,7 +326,7 @@ def test_attention_to_latents(
     case = Case(1, heads, rank + rotated, 4, counts, [9, 5, 70], None)
     scale = case.dim**-0.5
     mask = step(case).mask
-    keys = cache(case, dtype)[0]
+    keys = cache(case._replace(dim=case.dim + 16), dtype)[0][..., : case.dim]
     values = keys[..., :rank]
     q = torch.randn(sum(case.counts), 1, heads, case.dim).to(dtype)
     found = launch.paged_attention(

@@ -64,7 +64,7 @@ def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", (*MODELS, *FEATURE_MODELS, *MIXTURES, "glm4-moe-lite", "glm-moe-dsa")
+    "name", (*MODELS, *FEATURE_MODELS, *MIXTURES, "glm4-moe-lite", "deepseek-v32", "glm-moe-dsa")
 )
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
@@ -207,7 +207,7 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek-v3", "gemma4"))],
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm-moe-dsa", "gemma4"))],
 )
 def test_preemption_chunks_and_shared_prefixes_change_nothing(name):
     model = hf_model(name)
@@ -255,7 +255,10 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma2", "gemma4", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3-5"],
+    [
+        *("gemma2", "gemma4", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "glm-moe-dsa"),
+        *("qwen3-next", "qwen3-5"),
+    ],
 )
 def test_each_turn_of_a_conversation_is_that_of_transformers(name):
     """Later turns begin with all that was said; what is kept of it makes no difference."""

@@ -103,6 +103,16 @@ def test_the_numbers_of_stages_for_six_layers() -> None:
     assert fits == [1, 2, 3, 4, 6]  # with embedding and loss there are 8
 
 
+def test_a_stage_begins_with_an_indexer() -> None:
+    spec = tiny_spec("glm_moe_dsa")  # its third layer of four takes the choice of the second
+    found = pp_problem("actor", Stages(2), spec)
+    assert found is not None and found.startswith(
+        "actor.pp 2: a stage begins with layer 2, which attends to what the indexer of layer 1 "
+        "chooses; name the layers of each stage in actor.pp_layers"
+    )
+    assert pp_problem("actor", Stages(2, 2, (0, 1, 3, 0)), spec) is None
+
+
 @pytest.mark.parametrize(
     ("engine", "vocabulary", "fits"),
     [
