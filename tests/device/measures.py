@@ -229,7 +229,7 @@ def latent_spec(layers: int, chosen: int | None = None) -> ModelSpec:
             "mlp_layer_types": ["dense"] * layers,
             "indexer_types": ["full", *["shared"] * (layers - 1)],
             "index_topk": chosen,
-            "index_n_heads": 4,
+            "index_n_heads": 16,
             "index_head_dim": 16,
             "q_lora_rank": 24,
         }
