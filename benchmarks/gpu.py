@@ -312,7 +312,7 @@ def _engine(size: str, at_once: int, device: Device) -> NativeEngine:
     )
     engine = NativeEngine(spec, None, device.torch_device, torch.bfloat16, limits)
     family = FAMILIES[spec.family]
-    initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
+    initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.02)
     engine.commit(1)
     return engine
 

@@ -24,7 +24,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TABLE = HERE / "megatron_names.txt"
 Read = Callable[[str], str | None]  # a file of a version by its path; None: there is none
-Definition = ast.FunctionDef | ast.ClassDef
 
 # Methods and attributes that mrlhf uses of objects that megatron-core makes. Behind a bar stands
 # the name of later versions, which `mrlhf/models/megatron_versions.py` knows.

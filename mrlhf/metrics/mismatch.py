@@ -13,8 +13,8 @@ _ONE = f"{_RS}_<statistic>_k{{1,2,3}}"
 # A row a metric: name; how it is reduced, over what; unit; meaning.
 PROBABILITIES = Chapter(
     "Probabilities of the engine and of the trainer",
-    "Of the tokens that the newest version drew: old (in bypass mode current) probability against "
-    "the engine's.",
+    "Of the tokens that the newest version drew: probability before the update against the "
+    "engine's. In bypass mode those of the step's first mini-batch alone, where it still is that.",
     Metric("training/rollout_probs_diff_mean", "mean", "tokens", "probability",
            "size of the difference", below=0.02, verl=SAME),
     Metric("training/rollout_probs_diff_max", "max", "tokens", "probability",

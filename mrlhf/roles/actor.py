@@ -54,6 +54,7 @@ class FirstPass:
     entropy: Tensor  # float32
     # bool, the tokens drawn by the policy that have numbers; an update may end before the last row
     evaluated: Tensor
+    before_step: Tensor  # bool, those of them that the update's first optimizer step came after
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,16 @@ class Actor:
             return PolicyUpdate(metrics, None)
 
         reached = progress.mini_batches + (stopping is not None)
-        trained_on = torch.zeros(shape[0], dtype=torch.bool)
-        for mini_batch in cut.mini_batches[:reached]:
-            trained_on[mini_batch.rows] = True
+        drawn = experience.rollout.loss_mask
+        evaluated = torch.zeros_like(drawn)
+        before_step = torch.zeros_like(drawn)
+        for number, mini_batch in enumerate(cut.mini_batches[:reached]):
+            rows = mini_batch.rows
+            evaluated[rows] = drawn[rows]
+            if number == 0:
+                before_step[rows] = drawn[rows]
         logprobs, entropy = self._gather(kept, shape, progress.first_logprobs)
-        evaluated = experience.rollout.loss_mask & trained_on[:, None]
-        return PolicyUpdate(metrics, FirstPass(logprobs, entropy, evaluated))
+        return PolicyUpdate(metrics, FirstPass(logprobs, entropy, evaluated, before_step))
 
     def _train(
         self,

@@ -178,7 +178,7 @@ class ModelEngine:
         std = self.spec.hf_config["initializer_range"]
         with self._needing_weights():
             self.residency.forget_copies()
-            initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
+            initialise(self.slots, self._shapes, seed, std, self.spec.norm_offset or 0.0)
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write a Hugging Face checkpoint without its configuration; every rank calls this.

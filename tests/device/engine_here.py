@@ -235,7 +235,7 @@ def _training() -> dict[str, Tensor]:
     spec = measures.model_spec(2)
     family = FAMILIES[spec.family]
     slots = engine.weight_slots()
-    initialise(slots, family.tensor_shapes(spec), 1, 0.2, family.scalar_head)
+    initialise(slots, family.tensor_shapes(spec), 1, 0.2)
     return {slot.piece.parameter: slot.parameter.clone() for slot in slots}
 
 
@@ -339,7 +339,7 @@ def _come_and_go(
         decode=lambda tokens: text(f"{token} " for token in tokens),
     )  # fmt: skip
     family = FAMILIES[spec.family]
-    initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.2, family.scalar_head)
+    initialise(engine.weight_slots(), family.tensor_shapes(spec), 1, 0.2)
     engine.commit(1)
 
     coming = [

@@ -370,7 +370,7 @@ def engine_of(
     engine = NativeEngine(spec, group, DEVICE.device, torch.bfloat16, limits, never=never)
     family = FAMILIES[spec.family]
     slots = engine.weight_slots()
-    initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
+    initialise(slots, family.tensor_shapes(spec), 1, 0.02)
     engine.commit(1)
     return engine
 

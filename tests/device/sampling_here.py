@@ -98,7 +98,7 @@ def _engine(device: torch.device, eager: bool) -> NativeEngine:
     engine = NativeEngine(spec, None, device, torch.float32, limits, decode=_text, never=NEVER)
     slots = engine.weight_slots()
     family = FAMILIES[spec.family]
-    initialise(slots, family.tensor_shapes(spec), 1, 0.2, family.scalar_head)
+    initialise(slots, family.tensor_shapes(spec), 1, 0.2)
     engine.commit(1)
     return engine
 

@@ -337,9 +337,10 @@ def test_bypass_takes_the_engines_log_probs_and_still_measures_the_mismatch(runs
         assert metrics["actor/entropy"] > 1.0
 
         # The first of two mini-batches sees the policy that generated, the second one that has been
-        # trained once.
+        # trained once: that is no fault of the engine.
         assert 0 < metrics["rollout_corr/k3_kl"] < 1e-2
-        assert 1e-5 < metrics["training/rollout_probs_diff_max"] < 0.1
+        assert metrics["training/rollout_probs_diff_max"] < 1e-5
+        assert metrics["training/rollout_probs_diff_valid"] == 1.0
         assert 0.9 < metrics["rollout_corr/rollout_is_mean"] < 1.1
         assert 0.0 <= metrics["rollout_corr/rollout_rs_masked_fraction"] < 1.0
 
@@ -348,11 +349,9 @@ def test_bypass_measures_the_mismatch_also_while_the_critic_warms_up(runs: Runs)
     one, two = (step.metrics for step in runs.steps(BYPASS_WARM_UP))
     for metrics in (one, two):
         assert abs(metrics["rollout_corr/kl"]) < 0.1
-        assert metrics["training/rollout_probs_diff_max"] < 0.1
         assert metrics["actor/entropy"] > 1.0
     assert "timing_s/old_log_prob" in one and "timing_s/old_log_prob" not in two
 
 
 def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
-    # With a bypass the difference is measured while the policy is trained.
-    assert_engine_and_trainer_agree(runs, without=[BYPASS_DEEP, BYPASS_WIDE, BYPASS_WARM_UP])
+    assert_engine_and_trainer_agree(runs)

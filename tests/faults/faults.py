@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,6 @@ class Fault:
     action: str
     rank: int = 1  # the rank; -1: every rank
     attempt: int = 0  # which start of the job by the same launcher, from 0
-
-    def to_plain(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
 
 
 def install(faults: Sequence[Fault], rank: int, attempt: int) -> None:

@@ -57,7 +57,7 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
         policy = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
         _randomise(policy, generator)
         policy.save_pretrained(root / name)
-        save_adapter(policy, adapter_of(root / name), torch.Generator().manual_seed(9))
+        save_adapter(policy, adapter_of(root / name), torch.Generator().manual_seed(13))
         for parameter in policy.parameters():
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
         policy.save_pretrained(root / f"{name}-ref")

@@ -33,21 +33,13 @@ from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
 from mrlhf.weights.hf import read_weights
 from mrlhf.weights.shard import Slot, local_shape, pieces_of
-from tests.models.published import write_published
 from tests.shards import full_tensors, tiny_config, tiny_spec
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("published")
-    write_published(root)
-    return root / "DeepSeek-V3"
-
-
 def test_the_published_sizes(published: Path) -> None:
-    spec = load_spec(published, "lm")
+    spec = load_spec(published / "DeepSeek-V3", "lm")
     shapes = family_of(spec).tensor_shapes(spec)
     assert sum(map(math.prod, shapes.values())) == 671_026_419_200
     assert spec.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
@@ -63,7 +55,7 @@ def test_the_published_sizes(published: Path) -> None:
 
 
 def test_kimi_k2_is_a_deepseek_v3_of_another_name(published: Path, tmp_path: Path) -> None:
-    spec = load_spec(published.parent / "Kimi-K2", "lm")
+    spec = load_spec(published / "Kimi-K2", "lm")
     shapes = family_of(spec).tensor_shapes(spec)
     plain = {key: value for key, value in spec.hf_config.items() if key != "quantization_config"}
     with torch.device("meta"):
@@ -77,7 +69,7 @@ def test_kimi_k2_is_a_deepseek_v3_of_another_name(published: Path, tmp_path: Pat
 
 def test_megatron_lm_has_arguments_for_the_published_model(published: Path) -> None:
     """Those that people who train it with Megatron-LM give."""
-    spec = load_spec(published, "lm")
+    spec = load_spec(published / "DeepSeek-V3", "lm")
     options = command_line(arguments_of(spec, 128)).splitlines()
     for option in (
         *("--multi-latent-attention", "--qk-layernorm", "--q-lora-rank 1536"),
@@ -88,11 +80,11 @@ def test_megatron_lm_has_arguments_for_the_published_model(published: Path) -> N
         assert option in options, option
     assert not [option for option in options if "query" in option]
     with pytest.raises(CheckpointError, match=r"latents with .*'beta_fast': 1\.0"):
-        arguments_of(load_spec(published.parent / "Kimi-K2", "lm"), 128)
+        arguments_of(load_spec(published / "Kimi-K2", "lm"), 128)
 
 
 def test_a_rotation_of_latents_is_compared_with_what_is_stated(published: Path) -> None:
-    spec = load_spec(published, "lm")
+    spec = load_spec(published / "DeepSeek-V3", "lm")
     stated = arguments_of(spec, 128)
     assert differences(spec, stated) == []
     assert differences(spec, {**stated, "kv_channels": 56, "rope_type": None}) == []
@@ -116,7 +108,7 @@ def test_a_rotation_of_latents_is_compared_with_what_is_stated(published: Path) 
 def test_a_rotation_of_latents_without_arguments_is_refused(
     published: Path, change: dict[str, Any]
 ) -> None:
-    spec = load_spec(published, "lm")
+    spec = load_spec(published / "DeepSeek-V3", "lm")
     rope = {**spec.hf_config["rope_parameters"], **change}
     with pytest.raises(CheckpointError, match=r"only$"):
         arguments_of(replace(spec, hf_config={"rope_parameters": rope}), 128)
@@ -143,7 +135,7 @@ def test_glm_4_7_flash_has_the_sizes_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_adapters_train_on_8_machines_of_8_gpus(published: Path) -> None:
-    layout = ["tp=8", "pp=1", "ep=64", "etp=1", "lora.rank=16", f"path={published}"]
+    layout = ["tp=8", "pp=1", "ep=64", "etp=1", "lora.rank=16", f"path={published / 'DeepSeek-V3'}"]
     keys = ["distributed.device=cuda", "rollout.tp=64", *(f"actor.{key}" for key in layout)]
     file = str(ROOT / "configs/gpu/qwen3_30b_a3b_grpo_16_gpus.yaml")
     config = load_config(PPOConfig, file, keys)

@@ -131,16 +131,15 @@ def test_metrics_of_the_mismatch():
     )
     rollout = _collected().rollout
     section = algorithm.rollout_correction
-    newest = int(rollout.versions.max())
-    metrics = correction_metrics(TRAINER, rollout, MASK, section, newest)
+    metrics = correction_metrics(TRAINER, rollout, MASK, section, same_weights=MASK)
 
     assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(4) + math.log(1.5)) / 5)
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((3 + 16 + 2.25) / 5 - 1, rel=1e-5)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((3 + 2.0 + 1.5) / 5, rel=1e-6)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(0.2)
 
-    # What an older version drew is no fault of the engine.
-    later = correction_metrics(TRAINER, rollout, MASK, section, newest + 1)
+    # What other weights drew is no fault of the engine.
+    later = correction_metrics(TRAINER, rollout, MASK, section, torch.zeros_like(MASK))
     assert metrics["training/rollout_probs_diff_valid"] == 1.0
     assert later["training/rollout_probs_diff_valid"] == 0.0
     of_all = [name for name in metrics if name.startswith("rollout_corr/")]

@@ -23,13 +23,12 @@ from mrlhf.preflight import dry_run
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_bytes import training_bytes
 from mrlhf.preflight.model_checks import cache_needs, check_models
-from tests.models.published import write_published
 from tests.shards import tiny_spec
 
 GPU_GB = 80
 REST_GB = 10  # of NCCL and CUDA
 RUN = {
-    "actor": {"path": "DeepSeek-V3", "ppo_mini_batch_size": 64},
+    "actor": {"path": "models/DeepSeek-V3", "ppo_mini_batch_size": 64},
     "rollout": {"n": 8},
     "algorithm": {"adv_estimator": "grpo"},
     "reward": {"terms": [{"name": "gsm8k"}]},
@@ -57,23 +56,15 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("large")
-    write_published(root)
-    (root / "run.yaml").write_text(yaml.safe_dump(RUN), encoding="utf-8")
-    return root
-
-
 @pytest.fixture(autouse=True)
-def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+def in_its_directory(among_published: None) -> None:
+    Path("run.yaml").write_text(yaml.safe_dump(RUN), encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dry_run_of_64_gpus_passes_and_fits(name: str) -> None:
     parameters, token_bytes, state_bytes, layout, engine = MODELS[name]
-    keys = [f"actor.path={name}", f"rollout.tp={engine}", "distributed.device=cuda"]
+    keys = [f"actor.path=models/{name}", f"rollout.tp={engine}", "distributed.device=cuda"]
     keys += [f"actor.{key}" for key in layout.split()]
     keys += ["actor.sequence_parallel=true"]
     config = load_config(PPOConfig, "run.yaml", keys)

@@ -19,7 +19,6 @@ from mrlhf.planning.passes import Passes, Work
 from mrlhf.planning.seconds import Estimate, Lengths, estimate
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
-from tests.models.published import write_published
 
 SMALL = {
     "vocab_size": 32,
@@ -140,11 +139,10 @@ def test_a_judge_on_the_ranks_reads_messages_and_draws_votes() -> None:
         assert took["scoring"] == plain["scoring"]
 
 
-def test_the_products_of_a_pass_are_its_operations() -> None:
+def test_the_products_of_a_pass_are_its_operations(published: Path) -> None:
     """They take what `forward_flops` counts; in mixtures, products of experts are slower."""
     fast = replace(SLOW, memory_gb_s=1e30)
-    write_published(Path("models"))
-    for path in sorted(Path("models").iterdir()):
+    for path in sorted(published.iterdir()):
         spec = load_spec(path, "lm")
         took = Passes(spec, ParallelLayout(), fast, 4).forward(Work(64, 64, 16))
         plain = forward_flops(spec, 64, 16) / 1e3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,9 @@ from mrlhf.preflight.footprint import ENGINE, GENERATION, OWNERS, footprint
 from mrlhf.preflight.memory_checks import check_memory, offloads, with_keys
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_of_all
-from tests.models.published import write_published
-from tests.pages import ROOT
 from tests.planned import GRPO, MIXTURE, config_of, specs_of
+
+pytestmark = pytest.mark.usefixtures("among_published")
 
 # Layout of the actor, and the engine's tp: the same, wider, narrower, across stages; then experts
 # that stay whole in the engine too, inside of an actor's group and across.
@@ -35,19 +34,6 @@ ENGINES = [
     (ParallelLayout(tp=2, cp=2, pp=2, etp=2), 2),
 ]
 OF_EXPERTS = [(ParallelLayout(tp=4, dp=2, ep=8), tp) for tp in (4, 8)]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("planning")
-    write_published(root / "models")
-    (root / "configs").symlink_to(ROOT / "configs")
-    return root
-
-
-@pytest.fixture(autouse=True)
-def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
 
 
 @pytest.mark.parametrize(

@@ -24,22 +24,10 @@ from mrlhf.planning.seconds import Lengths, estimate
 from mrlhf.preflight import check, dry_run
 from mrlhf.preflight.footprint import OWNERS, footprint
 from mrlhf.preflight.memory_checks import with_keys
-from tests.models.published import write_published
 from tests.pages import ROOT, commands_of
 from tests.planned import GRPO, MIXTURE, config_of, specs_of
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("planning")
-    write_published(root / "models")
-    (root / "configs").symlink_to(ROOT / "configs")
-    return root
-
-
-@pytest.fixture(autouse=True)
-def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
+pytestmark = pytest.mark.usefixtures("among_published")
 
 
 def test_the_seconds_of_a_small_step_have_digits_that_count(
@@ -217,13 +205,13 @@ def test_what_does_not_fit_is_told_with_what_it_lacks(capsys: pytest.CaptureFixt
     assert re.search(r"^yours does not fit: update of actor lacks \d+ GB \(actor/", said, re.M)
 
 
-def test_supervised_training_is_planned_too(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_supervised_training_is_planned_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = {
         "model": {"path": "models/Qwen3-8B"},
         "data": {"train_files": "train.jsonl", "max_length": 4096, "batch_size": 64},
         "trainer": {"output_dir": "runs/sft"},
     }
-    (place / "sft.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
     assert main(["--config", "sft.yaml", "--gpus", "8", "--out", "sft-plans"]) == 0
     said = capsys.readouterr().out
     assert "update of model" in said
@@ -235,14 +223,14 @@ def test_supervised_training_is_planned_too(place: Path, capsys: pytest.CaptureF
     assert "yours does not fit 8 GPUs: model.pp 8 does not fit the model's 36 layers" in said
 
 
-def test_the_reference_of_dpo_takes_nothing_beside_the_policy(place: Path) -> None:
+def test_the_reference_of_dpo_takes_nothing_beside_the_policy(tmp_path: Path) -> None:
     """It has said all before the policy is built, so what leaves the device of it has no effect."""
     text = {
         "model": {"path": "models/Qwen3-8B"},
         "data": {"train_files": "pairs.jsonl", "max_length": 2048, "batch_size": 64},
         "trainer": {"output_dir": "runs/dpo"},
     }
-    (place / "dpo.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
     config = load_config(DPOConfig, "dpo.yaml", ["distributed.device=cuda"])
     sizes = footprint(config, specs_of(config), 8)
     assert sizes.held.keys() == {f"model/{owner}" for owner in OWNERS}
@@ -280,17 +268,17 @@ def _bad_input() -> Iterator[tuple[list[str], str]]:
 
 @pytest.mark.parametrize(("arguments", "message"), list(_bad_input()))
 def test_bad_input_is_one_line(
-    arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    (place / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
+    (tmp_path / "half.yaml").write_text("memory_gb: 24\n", encoding="utf-8")
     names = ("memory_gb", "tflops", "memory_gb_s", "link_gb_s", "network_gb_s", "host_gb_s")
     rates = dict.fromkeys(names, 1)
     odd = {"zero": 0, "yes": True, "nan": math.nan, "infinite": math.inf, "huge": 10**400}
     files = {name: {"tflops": value} for name, value in {**odd, "tiny": 1e-320}.items()}
     files |= {"parts": {"per_machine": 1.5}, "more": {"gbps": 1}, "other": {"device": "tpu"}}
     for name, values in files.items():
-        (place / f"{name}.yaml").write_text(yaml.safe_dump(rates | values), encoding="utf-8")
-    (place / "latin.yaml").write_bytes("# \xe9\n".encode("latin-1"))
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(rates | values), encoding="utf-8")
+    (tmp_path / "latin.yaml").write_bytes("# \xe9\n".encode("latin-1"))
 
     assert main(["--config", GRPO, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -303,7 +291,7 @@ def test_a_number_of_ranks_that_no_job_has_is_refused(ranks: int, what: str) -> 
         dry_run(config_of(GRPO), ranks)
 
 
-def test_a_gpu_of_ones_own_decides(place: Path) -> None:
+def test_a_gpu_of_ones_own_decides(tmp_path: Path) -> None:
     """On GPUs of a quarter of the memory, the layouts that fit cut the model into more parts."""
     config = config_of(GRPO)
     specs = specs_of(config)

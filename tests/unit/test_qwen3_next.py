@@ -52,7 +52,6 @@ from tests.models.engines import (
     make_engine,
 )
 from tests.models.engines import spec_of as spec_of_model
-from tests.models.published import write_published
 from tests.shards import tiny_spec
 
 ROOT = Path(__file__).parents[2]
@@ -225,19 +224,12 @@ def test_greedy_equals_transformers_generate(
         assert sample.logprobs == pytest.approx(wanted.tolist(), abs=ROUNDING)
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("published")
-    write_published(root)
-    return root / "Qwen3-Next-80B-A3B"
-
-
 def test_the_published_sizes(published: Path) -> None:
-    spec = load_spec(published, "lm")
+    spec = load_spec(published / "Qwen3-Next-80B-A3B", "lm")
     shapes = family_of(spec).tensor_shapes(spec)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(published)
+            transformers.AutoConfig.from_pretrained(published / "Qwen3-Next-80B-A3B")
         )
     assert sum(map(math.prod, shapes.values())) == 79_674_391_296
     assert sum(parameter.numel() for parameter in model.parameters()) == 79_674_391_296
@@ -263,7 +255,7 @@ def test_the_published_sizes(published: Path) -> None:
 
 @pytest.mark.full
 def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
-    layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published}"]
+    layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published / 'Qwen3-Next-80B-A3B'}"]
     keys = ["distributed.device=cuda", "rollout.tp=4", *(f"actor.{key}" for key in layout)]
     config = load_config(PPOConfig, FILE, keys)
     specs = {name: spec for name, spec in check_models(config).items() if spec is not None}
@@ -288,7 +280,7 @@ def test_training_on_8_machines_of_8_gpus(published: Path) -> None:
     ],
 )
 def test_keys_that_do_not_fit_states_are_refused(published: Path, key: str, said: str) -> None:
-    layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published}"]
+    layout = ["tp=4", "pp=2", "ep=16", "etp=1", f"path={published / 'Qwen3-Next-80B-A3B'}"]
     keys = ["distributed.device=cuda", "rollout.tp=4", *(f"actor.{item}" for item in layout), key]
     with pytest.raises(ConfigError, match=said):
         check_models(load_config(PPOConfig, FILE, keys))

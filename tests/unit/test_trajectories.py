@@ -233,10 +233,9 @@ def test_metrics_are_of_drawn_tokens_and_lengths_of_all(correction):
 
     section = AlgorithmSection.model_validate(settings).rollout_correction
     mismatch, wanted_mismatch = (
-        correction_metrics(
-            batch["policy"], batch["rollout"], batch["rollout"].loss_mask, section, newest=0
-        )
+        correction_metrics(batch["policy"], batch["rollout"], mask, section, same_weights=mask)
         for batch in (BATCH, COMPACT)
+        for mask in [batch["rollout"].loss_mask]
     )
     assert mismatch == pytest.approx(wanted_mismatch, rel=1e-5)
     assert mismatch["rollout_corr/kl"] != 0

@@ -156,7 +156,8 @@ class Work:
         def measure() -> dict[str, float]:
             mask = rollout.loss_mask
             metrics = {"actor/entropy": float(selected(entropy, mask).mean())}
-            return metrics | correction_metrics(logprobs, rollout, mask, correction, newest)
+            same_weights = rollout.versions == newest
+            return metrics | correction_metrics(logprobs, rollout, mask, correction, same_weights)
 
         return self.machine.compute_on_leader(measure)
 
@@ -287,7 +288,11 @@ class Work:
         elif first is not None:
             measured = self.machine.compute_on_leader(
                 lambda: correction_metrics(
-                    first.logprobs, rollout, first.evaluated, correction, newest
+                    first.logprobs,
+                    rollout,
+                    first.evaluated,
+                    correction,
+                    same_weights=first.before_step & (rollout.versions == newest),
                 )
             )
         return updated.metrics | measured
@@ -298,12 +303,13 @@ def correction_metrics(
     rollout: Rollout,
     mask: Tensor,
     section: RolloutCorrectionSection,
-    newest: int,
+    same_weights: Tensor,
 ) -> dict[str, float]:
     """Measure the distance from the engine's policy to the trainer's, and the effect of correction.
 
     `mask` [batch, response_len] selects tokens that have an entry in the trainer's `logprobs`.
-    `training/rollout_*` are of those that the version `newest` drew: equal but for rounding.
+    `training/rollout_*` are of those in `same_weights` [batch, response_len], which the weights of
+    `logprobs` drew: there the two are equal but for what the engine computes otherwise.
     """
     log_ratio = logprobs - rollout.rollout_logprobs
     correction = make_correction(section)
@@ -316,6 +322,5 @@ def correction_metrics(
         mismatch |= rejection_metrics(corrected, correction, log_ratio, mask)
     metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
 
-    of_newest = mask & (rollout.versions == newest)
-    compared = probability_metrics(logprobs, rollout.rollout_logprobs, of_newest)
+    compared = probability_metrics(logprobs, rollout.rollout_logprobs, mask & same_weights)
     return metrics | {f"training/{name}": value for name, value in compared.items()}
