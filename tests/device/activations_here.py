@@ -6,7 +6,14 @@ import gc
 from functools import partial
 from typing import Any
 
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV32Config,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import pick_device
@@ -24,6 +31,7 @@ from tests.simulated_device.state import DEVICE
 # Query heads, key heads and the widths of the model and of its MLP: sizes that differ in one.
 # Widths of the model and of an expert, experts, and those that a token chooses.
 MIXTURES = ((64, 64, 4, 2), (128, 64, 4, 2), (64, 128, 4, 2), (64, 64, 8, 2), (64, 64, 8, 4))
+CHOSEN = 24
 SIZES = ((4, 4, 64, 128), (8, 4, 64, 128), (4, 2, 64, 128), (4, 4, 128, 128), (4, 4, 64, 256))
 
 
@@ -36,6 +44,7 @@ def compare() -> dict[str, tuple[float, int]]:
         "gates, norms in float32": _gated,
         "latent attention": partial(_latent, None),
         "latents of queries too": partial(_latent, 48),
+        "chosen tokens": partial(_latent, 48, CHOSEN),
         **{f"mixture {sizes}": partial(_mixture, *sizes) for sizes in MIXTURES},
     }
     found = {}
@@ -43,7 +52,11 @@ def compare() -> dict[str, tuple[float, int]]:
         for name, spec in models.items():
             one, three = (_peak(spec(layers=layers), recompute) for layers in (1, 3))
             counted = (three - one) / 2 / (SEQUENCES * LENGTH)
-            found[f"{recompute}, {name}"] = (counted, sum(layer_bytes(spec(layers=1), recompute)))
+            rule = sum(layer_bytes(spec(layers=1), recompute))
+            if name == "chosen tokens" and recompute == "none":
+                # What attention gives is computed again: 4 heads of 24 numbers.
+                rule += 4 * CHOSEN - 2 * 4 * 24
+            found[f"{recompute}, {name}"] = (counted, rule)
     return found
 
 
@@ -74,10 +87,13 @@ def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> M
     )
 
 
-def _latent(q_rank: int | None, layers: int) -> ModelSpec:
+def _latent(q_rank: int | None, chosen: int | None = None, *, layers: int) -> ModelSpec:
+    indexer: dict[str, Any] = {"kind": DeepseekV3Config}
+    if chosen is not None:
+        indexer = {"kind": DeepseekV32Config, "index_topk": chosen, "index_head_dim": 16}
     return _spec(
         layers,
-        DeepseekV3Config,
+        **indexer,
         num_key_value_heads=4,
         q_lora_rank=q_rank,
         kv_lora_rank=32,
