@@ -251,9 +251,18 @@ def test_another_gpt_oss_than_the_published_is_refused() -> None:
     assert parts is not None and parts.startswith("experts of width 96 on 2 ranks, whose parts")
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURE_MODELS if name != "gemma3"])
+@pytest.mark.parametrize("name", sorted({*FEATURE_MODELS} - {"gemma2", "gemma3"}))
 def test_a_model_with_other_features_is_refused(name: str) -> None:
-    spec = spec_of(hf_model(name))
+    _assert_refused(spec_of(hf_model(name)))
+
+
+def test_a_gemma2_whose_output_layer_is_not_its_embedding_is_refused() -> None:
+    spec = spec_of(hf_model("gemma2"))
+    assert unsupported_feature(spec) is None
+    _assert_refused(replace(spec, tied_embeddings=False))
+
+
+def _assert_refused(spec: ModelSpec) -> None:
     assert unsupported_feature(spec) is not None
     with pytest.raises(WeightError, match=r"vLLM is not supported for a model with .*native$"):
         parameter_pieces(spec, 0, 1)

@@ -44,6 +44,14 @@ CONFIGS = {
     "mistral-window": lambda: transformers.MistralConfig(
         **SIZES, tie_word_embeddings=False, sliding_window=6
     ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES,
+        query_pre_attn_scalar=3,
+        sliding_window=6,
+        attn_logit_softcapping=0.9,
+        final_logit_softcapping=2.5,
+        pad_token_id=None,
+    ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SIZES,
         query_pre_attn_scalar=24,

@@ -42,6 +42,7 @@ DENSE: list[Case] = [  # model, layout of the actor, tp of the engine
     # Replicas of consecutive ranks lie in no model-parallel group.
     ("llama", AxisSizes(pp=2), 2),
     ("qwen3", AxisSizes(tp=2), 4),  # more ranks than KV heads
+    ("gemma2", AxisSizes(pp=2), 2),
     ("gemma3", AxisSizes(tp=2), 2),
     # The embedding, which is the output layer too, is training's own storage.
     ("qwen2-tied-whole", AxisSizes(), 1),

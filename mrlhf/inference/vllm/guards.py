@@ -139,7 +139,8 @@ def _memory_of_queues() -> list[Any]:
 def repack_output_layer(model: Any) -> None:
     """Pack a tied output layer again: on a CPU it has a packed copy of the shared embedding."""
     if "lm_head.weight" not in dict(model.named_parameters()):
-        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+        layer = getattr(model, "lm_head", model.model.embed_tokens)  # Gemma 2 has no other name
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def pack_experts(experts: Any) -> None:

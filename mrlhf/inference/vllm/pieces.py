@@ -27,7 +27,7 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
 FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text"),
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"),
 )
 CPU_WIDTH = 32
@@ -38,7 +38,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 _STACKED = re.compile(r"(.+\.(?:w13|w2)_(?:weight|bias))\.(\d+)")
 _WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss")
-_WITH_WINDOWS = ("gemma3_text", "gpt_oss")  # on some layers only
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")  # on some layers only
 # What vLLM calls parts of a gpt_oss model.
 _OF_GPT_OSS = {".embed_tokens.": ".embedding.", ".self_attn.": ".attn."}
 # The numbers and keys of a gpt_oss model that are constants in vLLM.
@@ -116,6 +116,7 @@ def unsupported_feature(spec: ModelSpec) -> str | None:
         "no biases on q, k and v": must_have_bias and not spec.qkv_bias,
         "windows on some layers only": some_windows,
         "yarn rotation": "yarn" in rope_types and not is_gpt_oss,
+        "an output layer of its own": spec.family == "gemma2" and not spec.tied_embeddings,
         "another form than the published gpt-oss": is_gpt_oss and not _is_published(spec),
     }
     return next((feature for feature, is_there in features.items() if is_there), None)
