@@ -13,6 +13,7 @@ from mrlhf.errors import WeightError
 from mrlhf.inference.vllm.pieces import (
     parameter_pieces,
     parameter_shapes,
+    repeated_rows,
     stack_of,
     unsupported_feature,
     unsupported_on_cpu,
@@ -25,12 +26,13 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
-from tests.models.engines import hf_model, spec_of
+from tests.models.engines import hf_model, spec_of, tensors_of
 from tests.models.features import FEATURE_MODELS
 from tests.plans import check_agreement
 from tests.shards import full_tensors, tiny_spec
 
 MODELS = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3")
+GEMMAS = {"gemma2", "gemma3", "gemma4"}
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
 
 
@@ -134,6 +136,31 @@ def test_each_rank_of_gpt_oss_holds_what_vllm_expects(tp: int) -> None:
             assert parameter_shapes(spec, tp)[name] == tuple(expected.shape)
         assert len(pieces[f"{theirs}w2_bias.1"]) == (rank == 0)
         assert "model.embedding.weight" in pieces and not any("self_attn" in n for n in pieces)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_values_that_are_keys_are_rows_without_a_piece(tp: int) -> None:
+    """Layers of a Gemma 4 without a window have other heads, and no v_proj."""
+    model = hf_model("gemma4")
+    spec = spec_of(model)
+    full = tensors_of(model)
+    windowed, whole = ("model.layers.0.", "model.layers.1.")
+    name = whole + "self_attn.qkv_proj.weight"
+    for rank in range(tp):
+        pieces = parameter_pieces(spec, rank, tp)
+        parameter = torch.zeros(parameter_shapes(spec, tp)[name])
+        for piece in pieces[name]:
+            part = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+            Slot(piece, parameter).store(part)
+        queries = full[whole + "self_attn.q_proj.weight"].chunk(tp)[rank]
+        keys = full[whole + "self_attn.k_proj.weight"]  # of the only KV head
+        assert torch.equal(parameter, torch.cat([queries, keys, torch.zeros_like(keys)]))
+        assert repeated_rows(pieces[name]) == len(keys) == 24
+
+        assert len(pieces[windowed + "self_attn.qkv_proj.weight"]) == 3
+        assert repeated_rows(pieces[windowed + "self_attn.qkv_proj.weight"]) == 0
+        assert repeated_rows(pieces["model.embed_tokens.weight"]) == 0
+        assert pieces[whole + "layer_scalar"][0].full_shape == (1,)
 
 
 def test_padding_alone_is_no_piece() -> None:
@@ -251,15 +278,32 @@ def test_another_gpt_oss_than_the_published_is_refused() -> None:
     assert parts is not None and parts.startswith("experts of width 96 on 2 ranks, whose parts")
 
 
-@pytest.mark.parametrize("name", sorted({*FEATURE_MODELS} - {"gemma2", "gemma3"}))
+@pytest.mark.parametrize("name", sorted({*FEATURE_MODELS} - GEMMAS))
 def test_a_model_with_other_features_is_refused(name: str) -> None:
     _assert_refused(spec_of(hf_model(name)))
 
 
-def test_a_gemma2_whose_output_layer_is_not_its_embedding_is_refused() -> None:
-    spec = spec_of(hf_model("gemma2"))
-    assert unsupported_feature(spec) is None
-    _assert_refused(replace(spec, tied_embeddings=False))
+def test_a_gemma_that_vllm_would_compute_otherwise_is_refused() -> None:
+    specs = {name: spec_of(hf_model(name)) for name in GEMMAS}
+    assert all(unsupported_feature(spec) is None for spec in specs.values())
+    _assert_refused(replace(specs["gemma2"], tied_embeddings=False))
+
+    gemma4 = specs["gemma4"]
+    _assert_refused(replace(gemma4, hf_config={**gemma4.hf_config, "enable_moe_block": True}))
+    heads = unsupported_on_cpu(replace(gemma4, head_dim=32), 1)
+    assert heads is not None and heads.startswith("head_dim 24 on a CPU")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4"])
+def test_a_share_of_heads_that_transformers_would_not_rotate_is_refused(name: str) -> None:
+    spec = spec_of(hf_model(name))
+    plain = {"rope_type": "default", "rope_theta": 5000.0}
+    share = {**plain, "partial_rotary_factor": 0.5}
+    for rope, is_refused in ((plain, False), (share, True)):
+        kinds = {"sliding_attention": plain, "full_attention": rope}
+        entries = rope if name == "llama" else kinds
+        other = replace(spec, hf_config={**spec.hf_config, "rope_parameters": entries})
+        assert (unsupported_feature(other) is not None) == is_refused
 
 
 def _assert_refused(spec: ModelSpec) -> None:

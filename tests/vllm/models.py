@@ -58,6 +58,26 @@ CONFIGS = {
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **SIZES,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        use_bidirectional_attention="vision",
+        final_logit_softcapping=4.0,
+        pad_token_id=None,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 20000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=6, norm_topk_prob=True, mlp_only_layers=[1]
     ),

@@ -44,6 +44,7 @@ DENSE: list[Case] = [  # model, layout of the actor, tp of the engine
     ("qwen3", AxisSizes(tp=2), 4),  # more ranks than KV heads
     ("gemma2", AxisSizes(pp=2), 2),
     ("gemma3", AxisSizes(tp=2), 2),
+    ("gemma4", AxisSizes(tp=2), 4),
     # The embedding, which is the output layer too, is training's own storage.
     ("qwen2-tied-whole", AxisSizes(), 1),
 ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from mrlhf.errors import EngineError
 from mrlhf.inference.checks import check_complete, check_tensor
 from mrlhf.inference.vllm import guards
-from mrlhf.inference.vllm.pieces import stack_of
+from mrlhf.inference.vllm.pieces import repeated_rows, stack_of
 from mrlhf.models.grouped_products import stacked
 from mrlhf.models.parameters import keeps_float32
 from mrlhf.weights.shard import Piece, Shape, Slot
@@ -51,7 +53,9 @@ class VllmParameters:
         self._new: dict[str, Tensor] = {}
         self._borrowed: set[str] = set()
 
-        named = dict(model.named_parameters())
+        # The factor of a Gemma 4 layer is a buffer.
+        buffers = {name: one for name, one in model.named_buffers() if name in self._members}
+        named = dict(model.named_parameters()) | buffers
         if set(named) != set(self._members):
             odd = sorted(set(named) ^ set(self._members))
             raise EngineError(
@@ -107,9 +111,14 @@ class VllmParameters:
     def install(self) -> None:
         """Give the new weights to the model; EngineError if a parameter has none."""
         check_complete(self.missing)
+        for parameter, pieces in self.pieces.items():
+            rows = repeated_rows(pieces)
+            if rows:
+                self._new[parameter][-rows:] = self._new[parameter][-2 * rows : -rows]
 
         for prefix, module in self._model.named_modules():
-            own = [name for name, _ in module.named_parameters(recurse=False)]
+            tensors = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            own = [name for name, _ in chain(*tensors)]
             own = [name for name in own if self._has_new(f"{prefix}.{name}")]
             for name in own:
                 members = self._members[f"{prefix}.{name}"]
@@ -125,7 +134,7 @@ class VllmParameters:
 
     def _place(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Make `tensor` the parameter `name` of `module`, or copy it there."""
-        parameter = module.get_parameter(name)
+        parameter: Tensor = getattr(module, name)
         if parameter.data_ptr() == tensor.data_ptr() and tensor.numel():
             return
         if self._device.type == "cuda":
@@ -138,7 +147,7 @@ class VllmParameters:
 
     def _storage(self, whole: str, members: Sequence[str], packed: set[str]) -> Tensor:
         """Return vLLM's parameter `whole` itself if it can be written to; otherwise zeros."""
-        stored: Tensor = self._model.get_parameter(whole)
+        stored: Tensor = attrgetter(whole)(self._model)
         dtype = self._dtype_of(members[0])
         fits = whole not in packed and stored.dtype == dtype
         if fits and (self._device.type == "cuda" or self._borrowed.isdisjoint(members)):

@@ -1,7 +1,8 @@
 """The named slices in each parameter of vLLM's Llama-like models, in vLLM's own arrangement.
 
     qkv_proj        all q rows of the rank, then its k rows, then its v rows; where there are more
-                    ranks than KV heads, several ranks hold the same k and v
+                    ranks than KV heads, several ranks hold the same k and v. Where values are the
+                    keys, its v rows belong to no piece and repeat its k rows
     gate_up_proj    all gate rows of the rank, then its up rows
     w13_weight.3    the same for expert 3 of a mixture, and w2_weight.3 its columns of the output
                     matrix; vLLM stacks the experts of a layer in one parameter, `stack_of` says in
@@ -22,12 +23,12 @@ from mrlhf.errors import WeightError
 from mrlhf.inference.sizes import engine_tp_problem, vllm_vocabulary
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.rope import rope_type_of
-from mrlhf.models.spec import ClampedSwish, ModelSpec
+from mrlhf.models.spec import WHOLE_MODEL, ClampedSwish, ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
 FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"),
 )
 CPU_WIDTH = 32
@@ -38,7 +39,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 _STACKED = re.compile(r"(.+\.(?:w13|w2)_(?:weight|bias))\.(\d+)")
 _WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss")
-_WITH_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")  # on some layers only
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss")  # on some layers only
+# Keys of a `config.json` for parts that vLLM's Gemma 4 has too, and that were not tried.
+_NOT_IN_DENSE_GEMMA4 = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block")
 # What vLLM calls parts of a gpt_oss model.
 _OF_GPT_OSS = {".embed_tokens.": ".embedding.", ".self_attn.": ".attn."}
 # The numbers and keys of a gpt_oss model that are constants in vLLM.
@@ -84,7 +87,8 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
         prefix = f"model.layers.{layer}."
         for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             maker.whole_if_there(f"{prefix}{place}_layernorm.weight")
-        _attention(maker, spec, prefix + "self_attn.")
+        maker.whole_if_there(prefix + "layer_scalar")
+        _attention(maker, spec.of_layer(layer), prefix + "self_attn.")
         if spec.has_experts(layer):
             _mixture(maker, spec, layer)
         else:
@@ -102,6 +106,14 @@ def stack_of(parameter: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
+def repeated_rows(pieces: Sequence[Piece]) -> int:
+    """Return how many last rows of a parameter repeat those before: values that are the keys."""
+    if not pieces or not pieces[-1].parameter.endswith(".qkv_proj.weight"):
+        return 0
+    last = pieces[-1]
+    return last.period - last.offset - last.block
+
+
 def unsupported_feature(spec: ModelSpec) -> str | None:
     """Name in words a feature of the model that our use of vLLM does not support, if any."""
     rope_types = {rope_type_of(spec, kind) for kind in spec.ropes if kind is not None}
@@ -116,10 +128,24 @@ def unsupported_feature(spec: ModelSpec) -> str | None:
         "no biases on q, k and v": must_have_bias and not spec.qkv_bias,
         "windows on some layers only": some_windows,
         "yarn rotation": "yarn" in rope_types and not is_gpt_oss,
+        "a partial_rotary_factor that transformers ignores": _ignores_share(spec),
+        "parts beside those of a dense Gemma 4": any(map(spec.hf_config.get, _NOT_IN_DENSE_GEMMA4)),
         "an output layer of its own": spec.family == "gemma2" and not spec.tied_embeddings,
         "another form than the published gpt-oss": is_gpt_oss and not _is_published(spec),
     }
     return next((feature for feature, is_there in features.items() if is_there), None)
+
+
+def _ignores_share(spec: ModelSpec) -> bool:
+    """Whether vLLM would rotate a share of each head where transformers rotates the whole."""
+    for kind in {kind for kind in spec.ropes if kind is not None}:
+        entries = spec.hf_config["rope_parameters"]
+        rope = entries if kind == WHOLE_MODEL else entries[kind]
+        heads = spec.of_layer(spec.ropes.index(kind))
+        share = int(heads.head_dim * rope.get("partial_rotary_factor", 1.0))
+        if rope["rope_type"] == "default" and share != heads.rotary_dim:
+            return True
+    return False
 
 
 def _is_published(spec: ModelSpec) -> bool:
@@ -138,9 +164,10 @@ def unsupported_on_cpu(spec: ModelSpec, tp: int) -> str | None:
 
     The engine has `tp` ranks.
     """
-    if spec.head_dim not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        return f"head_dim {spec.head_dim} on a CPU, where vLLM has attention for {sizes}"
+    for kind in spec.head_kinds:
+        if kind.head_dim not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            return f"head_dim {kind.head_dim} on a CPU, where vLLM has attention for {sizes}"
     if spec.experts is not None and spec.hidden_size % CPU_WIDTH:
         return f"experts and hidden size {spec.hidden_size}, no multiple of {CPU_WIDTH}, on a CPU"
     if spec.family == "gpt_oss" and spec.ffn_size % (CPU_WIDTH * tp):
@@ -173,7 +200,11 @@ def _attention(maker: _Maker, spec: ModelSpec, prefix: str) -> None:
             f"{prefix}k_proj.{kind}": kv,
             f"{prefix}v_proj.{kind}": kv,
         }
-        maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0)
+        unnamed = 0
+        if spec.keys_are_values:
+            start, stop = qkv.pop(f"{prefix}v_proj.{kind}")
+            unnamed = stop - start
+        maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0, unnamed=unnamed)
     for name in ("q_norm.weight", "k_norm.weight", "o_proj.bias"):
         maker.whole_if_there(prefix + name)
     if spec.has_sinks:
@@ -264,11 +295,19 @@ class _Maker:
         self.fused(prefix + "down_proj.weight", {prefix + "down_proj.weight": share}, dim=1)
 
     def fused(
-        self, parameter: str, intervals: dict[str, Interval], dim: int, of_expert: bool = False
+        self,
+        parameter: str,
+        intervals: dict[str, Interval],
+        dim: int,
+        of_expert: bool = False,
+        unnamed: int = 0,
     ) -> None:
-        """Add a parameter made of the given interval of each tensor, one after the other."""
+        """Add a parameter made of the given interval of each tensor, one after the other.
+
+        After them it has `unnamed` rows that belong to no piece.
+        """
         parameter = self._renamed(parameter)
-        period = sum(stop - start for start, stop in intervals.values())
+        period = sum(stop - start for start, stop in intervals.values()) + unnamed
         pieces = []
         offset = 0
         for name, (start, stop) in intervals.items():
