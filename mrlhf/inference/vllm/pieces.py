@@ -200,11 +200,7 @@ def _attention(maker: _Maker, spec: ModelSpec, prefix: str) -> None:
             f"{prefix}k_proj.{kind}": kv,
             f"{prefix}v_proj.{kind}": kv,
         }
-        unnamed = 0
-        if spec.keys_are_values:
-            start, stop = qkv.pop(f"{prefix}v_proj.{kind}")
-            unnamed = stop - start
-        maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0, unnamed=unnamed)
+        maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0)
     for name in ("q_norm.weight", "k_norm.weight", "o_proj.bias"):
         maker.whole_if_there(prefix + name)
     if spec.has_sinks:
@@ -295,25 +291,18 @@ class _Maker:
         self.fused(prefix + "down_proj.weight", {prefix + "down_proj.weight": share}, dim=1)
 
     def fused(
-        self,
-        parameter: str,
-        intervals: dict[str, Interval],
-        dim: int,
-        of_expert: bool = False,
-        unnamed: int = 0,
+        self, parameter: str, intervals: dict[str, Interval], dim: int, of_expert: bool = False
     ) -> None:
-        """Add a parameter made of the given interval of each tensor, one after the other.
-
-        After them it has `unnamed` rows that belong to no piece.
-        """
+        """Add a parameter made of the given interval of each tensor, one after the other."""
         parameter = self._renamed(parameter)
-        period = sum(stop - start for start, stop in intervals.values()) + unnamed
+        period = sum(stop - start for start, stop in intervals.values())
         pieces = []
         offset = 0
         for name, (start, stop) in intervals.items():
             size = stop - start
             place = (parameter, offset, size, period, of_expert)
-            pieces.append(Piece(name, self._shapes[name], dim, start, stop, *place))
+            if name in self._shapes:  # values that are keys have no tensor
+                pieces.append(Piece(name, self._shapes[name], dim, start, stop, *place))
             offset += size
         self.pieces[parameter] = tuple(pieces)
 
