@@ -17,6 +17,11 @@ from torch import Tensor
 
 from mrlhf.weights.shard import Shape, Slot
 
+_ONES = (
+    *("norm.weight", "norm_1.weight", "norm_2.weight"),
+    *(".layer_scalar", ".router.scale", ".per_expert_scale"),
+)
+
 
 def initialise(
     slots: Sequence[Slot],
@@ -44,7 +49,7 @@ def initialise(
 
 
 def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
-    if name.endswith(("norm.weight", ".layer_scalar")):
+    if name.endswith(_ONES):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
     if name.endswith(("bias", ".lora_B.weight")):
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
