@@ -45,10 +45,12 @@ class ExpertNames:
     shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
-# The parameters of a mixture with own norms, and their tensors.
-_OF_OWN_NORMS = {
+# What a mixture with own norms has more: parameters and their tensors.
+_ROUTER_SCALES = {
     "mlp.router.scale": "router.scale",
     "mlp.router.expert_scale": "router.per_expert_scale",
+}
+_OWN_NORMS = {
     "mlp.shared.linear_fc2.output_norm.weight": "post_feedforward_layernorm_1.weight",
     "mlp.input_norm.weight": "pre_feedforward_layernorm_2.weight",
     "mlp.output_norm.weight": "post_feedforward_layernorm_2.weight",
@@ -84,8 +86,9 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
     if experts.shared_gate:
         yield prefix + names.shared_gate, (1, hidden)
     if experts.own_norms:
-        for name in _OF_OWN_NORMS.values():
-            yield prefix + name, (experts.count if "per_expert" in name else hidden,)
+        yield prefix + "router.scale", (hidden,)
+        yield prefix + "router.per_expert_scale", (experts.count,)
+        yield from ((prefix + name, (hidden,)) for name in _OWN_NORMS.values())
 
 
 def _bias_of(weight: str) -> str:
@@ -164,8 +167,8 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
     assert experts is not None
     kinds = ("weight", "bias") if experts.has_biases else ("weight",)
     parameters = [f"mlp.router.{kind}" for kind in kinds]
-    of_norms = list(_OF_OWN_NORMS) if experts.own_norms else []
-    parameters += of_norms[:2]
+    if experts.own_norms:
+        parameters += _ROUTER_SCALES
     if experts.has_correction:
         parameters.append("mlp.router.correction")
     for part in (1, 2):  # the order of `RoutedExperts.named_modules`
@@ -176,7 +179,9 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
         parameters += [f"mlp.shared.linear_fc{part}.weight" for part in (1, 2)]
     if experts.shared_gate:
         parameters.append("mlp.shared_gate.weight")
-    return parameters + of_norms[2:]
+    if experts.own_norms:
+        parameters += _OWN_NORMS
+    return parameters
 
 
 @lru_cache(maxsize=2**15)  # a plan asks for each expert twice, in training and in the engine
@@ -205,6 +210,7 @@ def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
     """The rules of the layer's other parameters of a mixture: router, shared expert, own norms."""
     shared = f"{prefix}{names.shared}."
     gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
+    more = _ROUTER_SCALES | _OWN_NORMS
     return {
         "mlp.router.weight": Rule((prefix + names.router,), dim=None),
         "mlp.router.bias": Rule((prefix + _bias_of(names.router),), dim=None),
@@ -212,5 +218,5 @@ def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
         "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
         "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),
         "mlp.shared_gate.weight": Rule((prefix + names.shared_gate,), dim=None),
-        **{own: Rule((prefix + name,), dim=None) for own, name in _OF_OWN_NORMS.items()},
+        **{own: Rule((prefix + name,), dim=None) for own, name in more.items()},
     }
