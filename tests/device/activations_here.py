@@ -6,7 +6,14 @@ import gc
 from functools import partial
 from typing import Any
 
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import pick_device
@@ -37,6 +44,7 @@ def compare() -> dict[str, tuple[float, int]]:
         "latent attention": partial(_latent, None),
         "latents of queries too": partial(_latent, 48),
         **{f"mixture {sizes}": partial(_mixture, *sizes) for sizes in MIXTURES},
+        "experts with own norms": _with_own_norms,
     }
     found = {}
     for recompute in ("none", "full"):
@@ -71,6 +79,22 @@ def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> M
         head_dim=16,
         mlp_only_layers=[],
         decoder_sparse_step=1,
+    )
+
+
+def _with_own_norms(layers: int) -> ModelSpec:
+    return _spec(
+        layers,
+        Gemma4TextConfig,
+        num_key_value_heads=4,
+        head_dim=16,
+        global_head_dim=16,
+        layer_types=["full_attention"] * layers,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
     )
 
 
