@@ -50,7 +50,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         if config[key]:
             raise ConfigError(
                 f"config.json has {key}={config[key]}: {feature} are not supported in a Gemma 4; "
-                "use a model without, such as the one of 31 billion parameters"
+                "use a model without, such as the one of 31 billion parameters or 26B-A4B"
             )
 
     plain = {
