@@ -25,6 +25,15 @@ _HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 3,
     "linear_value_head_dim": 5,
 }
+_GEMMA_4: dict[str, Any] = {
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+}
 _FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "llama_tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -38,15 +47,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": None, "num_key_value_heads": 8},
-    "gemma4_text": {
-        "head_dim": 4,
-        "global_head_dim": 8,
-        "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 4,
-    },
+    "gemma4_text": _GEMMA_4,
     "qwen3_5_text": {"tie_word_embeddings": True, **_HYBRID, "num_key_value_heads": 2},
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
@@ -68,6 +69,13 @@ _MIXTURE: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 4, "sliding_window": 16},
+    "gemma4_moe": {
+        **_GEMMA_4,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 12,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 8,
         "q_lora_rank": 14,
@@ -137,7 +145,7 @@ def tiny_config(model: str) -> PretrainedConfig:
 
     if model in _MIXTURE:
         sizes |= {"num_experts_per_tok": 2, **_MIXTURE[model]}
-        return AutoConfig.for_model(model, **sizes)
+        return AutoConfig.for_model(model.replace("gemma4_moe", "gemma4_text"), **sizes)
     return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
 
 

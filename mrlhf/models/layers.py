@@ -84,6 +84,10 @@ class ScaledLayer(TransformerLayer):
         return hidden_states * self.layer_scalar, context
 
 
+class ScaledMixtureLayer(ScaledLayer, MixtureLayer):
+    """A layer with experts, whose output is multiplied by a number that is not trained."""
+
+
 def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> TransformerBlockSubmodules:
     """Return the decoder of a chunk with these `layers`, numbered in the whole model."""
     make = transformer_engine_layer if transformer_engine else plain_layer
@@ -113,14 +117,10 @@ def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
         mlp=IdentityOp,
         sharded_state_dict_keys_map={},
     )
-    shared = MLPSubmodules(
-        linear_fc1=ColumnLinear,
-        activation_func=GatedActivation,
-        linear_fc2=RowLinear,
-    )
+    params = {"experts": spec.experts, "shared": _mlp(spec, bias=False), "norm": _norm(spec)}
     return ModuleSpec(
-        module=MixtureLayer,
-        params={"experts": spec.experts, "shared": shared},
+        module=ScaledMixtureLayer if spec.scales_layers else MixtureLayer,
+        params=params,
         submodules=submodules,
     )
 
@@ -140,11 +140,6 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     add = get_bias_dropout_add
     if spec.residual_multiplier != 1.0:
         add = scaled_add(spec.residual_multiplier)
-    mlp = MLPSubmodules(
-        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnLinear,
-        activation_func=GatedActivation if spec.activation == "silu" else GeluGatedActivation,
-        linear_fc2=_row_linear(spec, spec.mlp_bias),
-    )
     norm = _norm(spec) if spec.norms_before else IdentityOp
 
     return ModuleSpec(
@@ -154,7 +149,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
             self_attention=_attention(spec, rope),
             self_attn_bda=add,
             pre_mlp_layernorm=norm,
-            mlp=dense_mlp(mlp),
+            mlp=dense_mlp(_mlp(spec, spec.mlp_bias)),
             mlp_bda=add,
             # Checkpoints carry TransformerEngine's names, so that either build reads the other's.
             sharded_state_dict_keys_map={
@@ -162,6 +157,14 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
             },
         ),
+    )
+
+
+def _mlp(spec: ModelSpec, bias: bool) -> MLPSubmodules:
+    return MLPSubmodules(
+        linear_fc1=BiasedColumnLinear if bias else ColumnLinear,
+        activation_func=GatedActivation if spec.activation == "silu" else GeluGatedActivation,
+        linear_fc2=_row_linear(spec, bias),
     )
 
 

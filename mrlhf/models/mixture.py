@@ -57,9 +57,10 @@ class Mixture(torch.nn.Module):
         experts: Experts,
         number: int,
         shared: MLPSubmodules,
+        norm: type[torch.nn.Module],
         groups: ProcessGroupCollection,
     ) -> None:
-        """Make the mixture with this `number`, from 0, of zeros."""
+        """Make the mixture with this `number`, from 0, of zeros; `norm` is that of the model."""
         super().__init__()
         self._tp_group = groups.tp
         self._split_group = groups.expt_tp
@@ -77,10 +78,29 @@ class Mixture(torch.nn.Module):
             )
         self.shared_gate = SharedGate(config) if experts.shared_gate else None
 
-    def forward(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
-        """Return the output for each of this rank's tokens, [tokens, 1, hidden] as `hidden`."""
-        tokens = hidden.squeeze(1)
-        routing = self.router(tokens, packed)
+        self._own_norms = experts.own_norms
+        if experts.own_norms:
+            sizes = (config.hidden_size, config.layernorm_epsilon)
+            self.input_norm = norm(config, *sizes)
+            self.output_norm = norm(config, *sizes)
+            self.sum_norm = norm(config, *sizes)
+
+    def forward(self, hidden: Tensor, residual: Tensor, packed: PackedSequences) -> Tensor:
+        """Return the output for each of this rank's tokens, [tokens, 1, hidden] as `hidden`.
+
+        `hidden` is the norm of `residual`, which router and experts read if they have own norms.
+        """
+        if not self._own_norms:
+            routing = self.router(hidden.squeeze(1), packed)
+            return self._with_shared(self._routed(hidden.squeeze(1), routing), hidden)
+
+        routing = self.router(residual.squeeze(1), packed)
+        routed = self._routed(self.input_norm(residual).squeeze(1), routing)
+        output: Tensor = self.sum_norm(self._with_shared(self.output_norm(routed), hidden))
+        return output
+
+    def _routed(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Map `tokens` [tokens, hidden] to what their experts give, [tokens, 1, hidden]."""
         if self._sequence_parallel:
             output = self._of_parts(tokens, routing)
         elif self._tp_group.size() > 1:
@@ -88,7 +108,10 @@ class Mixture(torch.nn.Module):
         else:
             output = self.experts(tokens, routing)
 
-        output = output.unsqueeze(1)
+        return output.unsqueeze(1)
+
+    def _with_shared(self, output: Tensor, hidden: Tensor) -> Tensor:
+        """Add what the shared expert gives, if there is one, for `hidden` [tokens, 1, hidden]."""
         if self.shared is None:
             return output
         shared, _ = self.shared(hidden)
@@ -146,12 +169,13 @@ class MixtureLayer(TransformerLayer):
         *,
         experts: Experts,
         shared: MLPSubmodules,
+        norm: type[torch.nn.Module],
         pg_collection: ProcessGroupCollection,
         **options: Any,
     ) -> None:
         super().__init__(config, submodules, pg_collection=pg_collection, **options)
         number = experts.number_of(self.layer_number - 1)  # megatron-core counts from 1
-        self.mlp = Mixture(config, experts, number, shared, pg_collection)
+        self.mlp = Mixture(config, experts, number, shared, norm, pg_collection)
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **options: Any
@@ -166,13 +190,13 @@ class MixtureLayer(TransformerLayer):
             hidden_states, packed_seq_params=packed_seq_params, **options
         )
 
-        def mixture(normed: Tensor) -> Tensor:
-            output: Tensor = self.mlp(normed, packed_seq_params)
+        def mixture(normed: Tensor, residual: Tensor) -> Tensor:
+            output: Tensor = self.mlp(normed, residual, packed_seq_params)
             return output
 
         normed = self.pre_mlp_layernorm(hidden_states)
         if self.recompute_mlp and self.training:
-            output = checkpoint(mixture, False, normed)
+            output = checkpoint(mixture, False, normed, hidden_states)
         else:
-            output = mixture(normed)
+            output = mixture(normed, hidden_states)
         return hidden_states + output, context

@@ -20,6 +20,7 @@ from torch import Tensor
 from mrlhf.models.adapters import Adapters
 from mrlhf.models.expert_choice import SMALLEST_SUM, chosen_experts, occurrences
 from mrlhf.models.linear import adapted, whole_parameter
+from mrlhf.models.ops import rms_norm
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.pack_routing import PackRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
@@ -57,6 +58,9 @@ class Router(torch.nn.Module):
         mixture: the number of its mixture in the model, from 0.
         weight: [experts, hidden].
         bias: [experts], added to the logits; None: the model has none.
+        scale: [hidden], multiplied with the norm of the input and 1 / sqrt(hidden), and
+            expert_scale: [experts], multiplied with the weights of chosen experts; both only where
+            experts have own norms.
         correction: float32 [experts], added to the scores for the choice alone; it is not trained.
         losses: a backward pass adds their gradients; None: no losses.
         load: int64 [experts], how many tokens each expert got in the forward passes of training
@@ -82,6 +86,10 @@ class Router(torch.nn.Module):
         self.bias: torch.nn.Parameter | None = None
         if experts.has_biases:
             self.bias = whole_parameter(config, experts.count)
+        self._eps = config.layernorm_epsilon
+        if experts.own_norms:
+            self.scale = whole_parameter(config, config.hidden_size, value=1.0)
+            self.expert_scale = whole_parameter(config, experts.count, value=1.0)
         self.adapters: Adapters | None = None
         if experts.has_correction:
             correction = torch.zeros(experts.count, dtype=torch.float32)
@@ -93,6 +101,8 @@ class Router(torch.nn.Module):
     def forward(self, hidden: Tensor, packed: PackedSequences) -> Routing:
         """Choose the experts of this rank's tokens, `hidden` [tokens, hidden]."""
         wide = hidden.float()
+        if self._experts.own_norms:
+            wide = rms_norm(wide, self.scale.float() * hidden.shape[-1] ** -0.5, self._eps)
         bias = None if self.bias is None else self.bias.float()
         logits = adapted(F.linear(wide, self.weight.float(), bias), self.adapters, wide)
         softmax = self._experts.scoring == "softmax"
@@ -106,6 +116,8 @@ class Router(torch.nn.Module):
         if self._experts.normalised:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
         weights = weights * self._experts.scale
+        if self._experts.own_norms:
+            weights = weights * self.expert_scale.float()[chosen]
 
         # With recomputation a pass without gradients comes first, which does not count.
         if self.training and torch.is_grad_enabled():

@@ -49,7 +49,7 @@ def chosen_keys(queries: IndexQueries, keys: Tensor, positions: Tensor, most: in
         if there are fewer than places, the last of these mean nothing.
     """
     every = torch.arange(keys.shape[-2], device=keys.device)
-    columns = keys.float().transpose(-1, -2).unsqueeze(-3)
+    columns = keys.float().transpose(-1, -2)
     height = max(1, _PRODUCTS // (queries.weights.shape[-1] * keys.shape[:-1].numel()))
     places = []
     for heads, weights, own in zip(
@@ -58,7 +58,8 @@ def chosen_keys(queries: IndexQueries, keys: Tensor, positions: Tensor, most: in
         positions.split(height, dim=-1),
         strict=True,
     ):
-        products = torch.relu(heads.float() @ columns)
+        products = torch.relu(heads.float().flatten(-3, -2) @ columns)
+        products = products.unflatten(-2, heads.shape[-3:-1])
         scores = (weights.unsqueeze(-2) @ products).squeeze(-2)
         scores.masked_fill_(every > own.unsqueeze(-1), -torch.inf)
         places.append(scores.topk(min(most, len(every)), dim=-1).indices)

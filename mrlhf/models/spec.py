@@ -64,6 +64,10 @@ class Experts:
     shared_gate: bool = False  # multiply that expert's output by the sigmoid of a linear layer
     has_biases: bool = False  # whether the router and both products of an expert have biases
     activation: Activation = "silu"  # of the gate of an expert that is not shared
+    # whether the shared expert and the others have each a norm of the residual stream before them
+    # and one after, beside the norm of their sum, as in Gemma 4. The router then reads a norm of
+    # the stream times a vector, and has a number for each expert that multiplies its weights.
+    own_norms: bool = False
 
     @property
     def mixtures(self) -> int:

@@ -44,14 +44,17 @@ def layer_bytes(
         return 2 * spec.hidden_size, 0
     attention = attention_of(spec) if layer is None else attention_layers(spec)[layer]
     of_heads = 2 * attention.kept
-    of_tokens = 8 * spec.hidden_size + 2 * attention.kept_whole
+    norms = 4 if spec.norms == "both" else 0  # those after attention and the MLP
+    of_tokens = (8 + norms) * spec.hidden_size + 2 * attention.kept_whole
+    of_width = 6 if spec.activation == "silu" else 8
     experts = spec.experts
     if experts is None or is_mixture is False:
-        return of_tokens, of_heads + 6 * spec.ffn_size
+        return of_tokens, of_heads + of_width * spec.ffn_size
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
     copies = 4 * experts.per_token * spec.hidden_size * etp
-    router = 2 * spec.hidden_size + 5 * experts.count + 26 * experts.per_token
-    return of_tokens + router, of_heads + 6 * width + copies
+    router = (12 if experts.own_norms else 2) * spec.hidden_size
+    router += 5 * experts.count + 26 * experts.per_token
+    return of_tokens + router, of_heads + of_width * width + copies
 
 
 @lru_cache(maxsize=4096)

@@ -18,6 +18,12 @@ from torch import Tensor
 
 from mrlhf.weights.shard import Shape, Slot
 
+_NORMS = ("norm.weight", "norm_1.weight", "norm_2.weight")
+_ONES = (
+    *(".linear_attn.norm.weight", ".dt_bias"),
+    *(".layer_scalar", ".router.scale", ".per_expert_scale"),
+)
+
 
 def initialise(
     slots: Sequence[Slot],
@@ -45,9 +51,9 @@ def initialise(
 
 
 def _draw(name: str, shape: Shape, seed: int, std: float, norm_offset: float) -> Tensor:
-    if name.endswith((".layer_scalar", ".linear_attn.norm.weight", ".dt_bias")):
+    if name.endswith(_ONES):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
-    if name.endswith("norm.weight"):
+    if name.endswith(_NORMS):
         return torch.full(shape, 1 - norm_offset, dtype=torch.float32, device="cpu")
     if name.endswith(("bias", ".lora_B.weight")) and not name.endswith(".router.bias"):
         return torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
+    Gemma4TextConfig,
     LlamaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -46,6 +47,7 @@ def compare() -> dict[str, tuple[float, int]]:
         "latents of queries too": partial(_latent, 48),
         "chosen tokens": partial(_latent, 48, CHOSEN),
         **{f"mixture {sizes}": partial(_mixture, *sizes) for sizes in MIXTURES},
+        "experts with own norms": _with_own_norms,
     }
     found = {}
     for recompute in ("none", "full"):
@@ -84,6 +86,22 @@ def _mixture(hidden: int, ffn: int, experts: int, chosen: int, layers: int) -> M
         head_dim=16,
         mlp_only_layers=[],
         decoder_sparse_step=1,
+    )
+
+
+def _with_own_norms(layers: int) -> ModelSpec:
+    return _spec(
+        layers,
+        Gemma4TextConfig,
+        num_key_value_heads=4,
+        head_dim=16,
+        global_head_dim=16,
+        layer_types=["full_attention"] * layers,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
     )
 
 

@@ -55,7 +55,7 @@ GREEDY = {
         *((DELTA, 2), ("qwen3-5-moe", 2), ("qwen3-5", 1), ("glm-moe-dsa", 2)),
     ],
     4: [
-        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1)),
+        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("gemma4-moe", 2)),
         *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4), ("gpt-oss", 2)),
         ("deepseek-v32", 1),
     ],
@@ -64,7 +64,10 @@ GREEDY = {
 TOLERANCES = dict.fromkeys((DELTA, "qwen3-5-moe", "qwen3-5"), 3e-4)
 # With adapters, on ranks that share a KV head too, and with experts split, whole or both.
 ADAPTED = {
-    2: [("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("mixtral", 2), (DELTA, 1), ("qwen3-5", 1)],
+    2: [
+        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("gemma4-moe", 2), ("mixtral", 2)),
+        *((DELTA, 1), ("qwen3-5", 1)),
+    ],
     4: [("qwen3", 1), ("qwen2-moe", 2)],
 }
 # On the second of two ranks, and on the last of four, no column may be drawn.

@@ -62,6 +62,15 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
             "alpha_pattern": {r"layers\.1\.mlp\.experts\.gate_up_proj": 5},
         },
     ),
+    "stacks beside a dense MLP": (
+        "gemma4-moe",
+        {
+            "target_modules": ["q_proj", "mlp.down_proj", "router.proj"],
+            "target_parameters": ["experts.gate_up_proj", "0.experts.down_proj"],
+            "rank_pattern": {r"experts\.gate_up_proj": 2, r"mlp\.down_proj": 3},
+            "alpha_pattern": {r"layers\.1\.experts\.gate_up_proj": 5},
+        },
+    ),
     "head": (
         "llama-critic",
         {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "modules_to_save": ["score"]},
@@ -91,11 +100,12 @@ def _adapters(root: Path) -> dict[str, tuple[Path, Path]]:
 def _save_all(root: Path) -> None:
     save_models(root)
     write_tiny_task(root / "data")
-    config = mixture_configs(SIZES)["mixtral"]
     torch.manual_seed(3)
-    mixtral = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
-    mixtral.save_pretrained(root / "mixtral")
-    save_adapter(mixtral, adapter_of(root / "mixtral"), torch.Generator().manual_seed(7))
+    for name in ("gemma4-moe", "mixtral"):
+        config = mixture_configs(SIZES)[name]
+        made = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
+        made.save_pretrained(root / name)
+    save_adapter(made, adapter_of(root / "mixtral"), torch.Generator().manual_seed(7))
 
     qwen = load(root / "qwen3-moe")
     stabilised = adapter_of(root / "qwen3-moe-rslora")

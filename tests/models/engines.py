@@ -77,7 +77,8 @@ def random_model(config: transformers.PreTrainedConfig, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
+        is_gain = "norm" in key or key.endswith("scale")
+        parameter.data = 1 + 0.2 * noise if is_gain else 0.12 * noise
     for key, buffer in model.named_buffers():
         if "correction" in key:
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

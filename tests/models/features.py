@@ -133,24 +133,35 @@ def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
                 "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
             },
         ),
-        "gemma4": Gemma4TextConfig(
-            **common,
-            global_head_dim=24,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            hidden_size_per_layer_input=0,
-            final_logit_softcapping=4.0,
-            layer_types=by_turns,
-            rope_parameters={
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "rope_theta": 20000.0,
-                    "partial_rotary_factor": 0.5,
-                },
-            },
-        ),
+        "gemma4": gemma4_config(sizes),
     }
+
+
+def gemma4_config(sizes: dict[str, Any], **more: Any) -> PreTrainedConfig:
+    """A Gemma 4 whose layers have a window by turns, but not the last."""
+    layers = sizes["num_hidden_layers"]
+    full = [number % 2 == 1 or number == layers - 1 for number in range(layers)]
+    return Gemma4TextConfig(
+        **sizes,
+        head_dim=16,
+        sliding_window=7,
+        pad_token_id=None,
+        global_head_dim=24,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=4.0,
+        layer_types=["full_attention" if is_full else "sliding_attention" for is_full in full],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 20000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        **more,
+    )
 
 
 FEATURE_MODELS = (

@@ -26,7 +26,14 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss")
+from tests.models.features import gemma4_config
+
+MIXTURES = (
+    *("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss"),
+    "gemma4-moe",
+)
+IN_STACKS = ("gpt_oss", "gemma4_text")
+"""The families whose experts transformers writes as they are in memory."""
 
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -117,6 +124,13 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             indexer_types=["full", *["shared", "full"] * layers][:layers],
             mlp_layer_types=["dense", *["sparse"] * (layers - 1)],
         ),
+        "gemma4-moe": gemma4_config(
+            sizes,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=24,
+        ),
         **_delta_configs(sizes),
     }
 
@@ -179,10 +193,18 @@ def deepseek_config(
     )
 
 
+def router_of(layer: Any) -> Any:
+    """The router of a layer of a model of transformers."""
+    if hasattr(layer, "router"):
+        return layer.router
+    return layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
+
+
 def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
     """Tensors under the names, and in the parts, in which transformers writes them to files.
 
-    Those of gpt-oss, which it writes as they are in memory, are under the names that we give parts.
+    Those of `IN_STACKS`, which it writes as they are in memory, are under the names that we give
+    parts.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -191,8 +213,9 @@ def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Ten
             named[name] = tensor
             continue
         for number, expert in enumerate(tensor):
-            if model_type == "gpt_oss":
-                named[f"{prefix}.{number}.{last}"] = expert.t() if expert.dim() == 2 else expert
+            if model_type in IN_STACKS:
+                is_transposed = model_type == "gpt_oss" and expert.dim() == 2
+                named[f"{prefix}.{number}.{last}"] = expert.t() if is_transposed else expert
             elif last == "gate_up_proj":
                 gate, up = expert.chunk(2)
                 named[f"{prefix}.{number}.gate_proj.weight"] = gate

@@ -74,7 +74,8 @@ def save_reference(directory: Path, config: PretrainedConfig, is_adapted: bool) 
     torch.manual_seed(0)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
-        parameter.data = 1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise
+        is_gain = "norm" in parameter_name or parameter_name.endswith("scale")
+        parameter.data = 1 + 0.1 * noise if is_gain else 0.08 * noise
     if scalar:
         model.score.bias.data.zero_()
     for buffer_name, buffer in model.named_buffers():

@@ -414,6 +414,24 @@ GEMMA_4: dict[str, Any] = {
     "vision_config": {"model_type": "gemma4_vision"},
 }
 
+# And that of gemma-4-26B-A4B.
+GEMMA_4_MOE: dict[str, Any] = GEMMA_4 | {
+    "text_config": GEMMA_4["text_config"]
+    | {
+        "enable_moe_block": True,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
+    },
+}
+
 
 # By the name of a repository: its `config.json`.
 FILES = {
@@ -425,5 +443,6 @@ FILES = {
     "Qwen3.5-35B-A3B": QWEN3_5_MOE,
     "gpt-oss-120b": gpt_oss(36, 128),
     "gemma-2-27b-it": GEMMA_2,
+    "gemma-4-26B-A4B": GEMMA_4_MOE,
     "gemma-4-31B": GEMMA_4,
 }

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from tests.models.mixtures import as_in_files
+from tests.models.mixtures import IN_STACKS, as_in_files
 
 RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
 _LINEAR = re.compile(
-    r"\.layers\..*((_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.mlp\.router)\.weight"
+    r"\.layers\..*((_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.router(\.proj)?)\.weight"
     r"|\.experts\.\d+\.(gate_up|down)_proj)$"
 )
 _OF_STACK = re.compile(r"(.*\.experts)\.\d+\.(gate_up_proj|down_proj)\.(lora_[AB]\.weight)")
@@ -61,9 +61,10 @@ def save_adapter(
     save_file(stored, directory / "adapter_model.safetensors", {"format": "pt"})
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     parameters: dict[str, str] = {}
-    if model.config.model_type == "gpt_oss":  # whose experts and routers are no modules of torch
-        of_experts = {own: f"experts.{own}" for own in ("gate_up_proj", "down_proj")}
-        parameters = {**of_experts, "router": "router.weight"}
+    if model.config.model_type in IN_STACKS:  # whose experts are no modules of torch
+        parameters = {own: f"experts.{own}" for own in ("gate_up_proj", "down_proj")}
+    if model.config.model_type == "gpt_oss":  # nor are its routers
+        parameters["router"] = "router.weight"
     config = {
         "peft_type": "LORA",
         "r": RANK,
@@ -76,12 +77,12 @@ def save_adapter(
 
 
 def _joined_name(name: str, model: Any) -> str | None:
-    """The name under which peft joins a factor of an expert of gpt-oss with those of the others.
+    """The name under which peft joins a factor of an expert in a stack with those of the others.
 
     Of the two stacks of a module it wraps the one around the other.
     """
     found = _OF_STACK.fullmatch(name)
-    if found is None or model.config.model_type != "gpt_oss":
+    if found is None or model.config.model_type not in IN_STACKS:
         return None
     module, own, factor = found.groups()
     return f"{module}.{'base_layer.' if own == 'gate_up_proj' else ''}{factor}"
@@ -116,7 +117,7 @@ def separated(stored: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
                 factors[own] = stored[own]
             elif of_all in stored:
                 joined = stored[of_all]
-                count = model.config.num_local_experts
+                count = next(len(stack) for stack in model.parameters() if stack.dim() == 3)
                 number = int(own.split(".experts.")[1].split(".")[0])
                 if "lora_A" in factor:
                     factors[own] = joined.chunk(count)[number].clone()

@@ -27,7 +27,7 @@ from mrlhf.inference.native.mlp import ExpertChoice
 from mrlhf.models.grouped_products import stacked
 from mrlhf.models.spec import ClampedSwish, Experts, Scoring
 from tests.models.engines import hf_model, spec_of
-from tests.models.mixtures import MIXTURES
+from tests.models.mixtures import MIXTURES, router_of
 
 COUNT = 7
 PER_TOKEN = 3
@@ -213,13 +213,19 @@ def test_routers_choose_as_transformers(name: str) -> None:
     experts = spec_of(model).experts
     assert experts is not None
     number = experts.layers.index(True)
-    mlp = model.model.layers[number].mlp
-    router = mlp.router if name == "gpt-oss" else mlp.gate
-    bias = router.bias.detach() if name == "gpt-oss" else None
+    router = router_of(model.model.layers[number])
+    weight = router.proj.weight if experts.own_norms else router.weight
+    bias = router.bias.detach() if experts.has_biases else None
     correction = getattr(router, "e_score_correction_bias", None)
-    x = 3 * torch.randn(64, router.weight.shape[1], generator=torch.Generator().manual_seed(4))
+    x = 3 * torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(4))
 
-    chosen, shares = ExpertChoice(experts, linear(router.weight.detach(), bias), correction)(x)
+    read = x
+    scale = None
+    if experts.own_norms:
+        read = router.norm(x) * router.scale.detach() * weight.shape[1] ** -0.5
+        scale = router.per_expert_scale.detach()
+    choice = ExpertChoice(experts, linear(weight.detach(), bias), correction, scale)
+    chosen, shares = choice(read)
     _, wanted_shares, wanted = router(x)
     for own, other in ((chosen, wanted), (shares, wanted_shares)):
         assert own.shape == other.shape == (64, experts.per_token)

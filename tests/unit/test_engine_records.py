@@ -14,7 +14,7 @@ from benchmarks.engine_loop import generate, requests_for
 from mrlhf.inference.base import Sample, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from tests.models.engines import PROMPTS, UIDS, hf_model, make_engine, spec_of
-from tests.models.mixtures import MIXTURES
+from tests.models.mixtures import MIXTURES, router_of
 
 RECORDED = SamplingParams(
     n=2, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20), record_experts=True
@@ -35,8 +35,7 @@ def _routed(model: Any, tokens: list[int]) -> NDArray[Any]:
     hooks = []
     for layer, is_mixture in zip(model.model.layers, experts.layers, strict=True):
         if is_mixture:
-            router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
-            hooks.append(router.register_forward_hook(keep))
+            hooks.append(router_of(layer).register_forward_hook(keep))
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:

@@ -107,8 +107,10 @@ def test_a_mixture_counts_the_experts_that_a_token_goes_to(name: str) -> None:
     spec = spec_of_config(config.to_dict(), "lm")
     with FlopCounterMode(display=False) as forward:
         model(torch.arange(LENGTH)[None])
-    seen = sum(pairs_by_loop(LENGTH, window) for window in spec.windows)
-    value_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim
-    products = spec.num_heads * (spec.head_dim + value_dim)
-    unseen = 2 * products * (spec.num_layers * LENGTH * LENGTH - seen)
+    unseen = 0
+    for layer, window in enumerate(spec.windows):
+        key_dim = spec.of_layer(layer).head_dim
+        value_dim = key_dim if spec.latent is None else spec.latent.value_dim
+        pairs = LENGTH * LENGTH - pairs_by_loop(LENGTH, window)
+        unseen += 2 * spec.num_heads * (key_dim + value_dim) * pairs
     assert forward_flops(spec, LENGTH, LENGTH) == forward.get_total_flops() - unseen

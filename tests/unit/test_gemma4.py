@@ -17,9 +17,12 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
-from mrlhf.errors import ConfigError
+from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
+from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.inference.sizes import CacheShape
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import family_of, load_spec
+from mrlhf.models.flops import forward_flops
 from mrlhf.models.freezing import check_frozen_tensors, with_frozen
 from mrlhf.models.parallel_sizes import tp_problem
 from mrlhf.models.parameters import role_pieces
@@ -54,21 +57,27 @@ def _write(directory: Path, **changes: Any) -> None:
     (directory / "config.json").write_text(json.dumps(stated))
 
 
-def test_the_language_model_is_taken_out_of_one_that_reads_images(tmp_path: Path) -> None:
-    text = tiny_config("gemma4_text").to_dict() | {"eos_token_id": ENDS}
+@pytest.mark.parametrize("model", ["gemma4_text", "gemma4_moe"])
+def test_the_language_model_is_taken_out_of_one_that_reads_images(
+    model: str, tmp_path: Path
+) -> None:
+    text = tiny_config(model).to_dict() | {"eos_token_id": ENDS}
     torch.manual_seed(3)
     config = transformers.Gemma4Config(text_config=text, vision_config=EYES)
     theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
     for name, buffer in theirs.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
+    for name, parameter in theirs.named_parameters():
+        if ".router." in name:  # beside the ones of which its vectors are made
+            parameter.data += 0.2 * torch.randn_like(parameter)
     theirs.save_pretrained(tmp_path / "images")
     names = load_file(tmp_path / "images" / "model.safetensors")
     others = sum(not name.startswith("model.language_model.") for name in names)
     with torch.no_grad():
         wanted = theirs(TOKENS).logits
 
-    spec = tiny_spec("gemma4_text")
+    spec = tiny_spec(model)
     assert_taken_out(tmp_path, spec, others, transformers.Gemma4ForCausalLM, wanted)
 
 
@@ -94,6 +103,22 @@ def test_the_published_sizes(tmp_path: Path) -> None:
     )
     assert tp_problem("tp", 8, spec) is None
     assert tp_problem("tp", 3, spec) is not None
+
+
+def test_the_published_sizes_with_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FILES["gemma-4-26B-A4B"]))
+    spec = load_spec(tmp_path, "lm")
+    with torch.device("meta"):
+        text = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+        model = transformers.Gemma4ForCausalLM(text)
+    theirs = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(map(math.prod, family_of(spec).tensor_shapes(spec).values())) == 30 + theirs
+    # Of each token, with the 8 experts of 128 that it goes to and the output layer.
+    assert forward_flops(spec, 1, 1) // 2 == pytest.approx(3.8e9, rel=0.01)
+    assert [(kind.num_kv_heads, kind.head_dim) for kind in spec.head_kinds] == [(8, 256), (2, 512)]
+    assert unsupported_feature(spec) == "the family gemma4_text"
+    with pytest.raises(CheckpointError, match="a gemma4_text model with norms after attention"):
+        arguments_of(spec, vocab_divisible_by=1)
 
 
 def test_ties_are_those_of_transformers_if_nothing_says_so(tmp_path: Path) -> None:
@@ -125,12 +150,14 @@ def test_a_layers_number_alone_is_nothing_to_train() -> None:
         check_frozen_tensors(spec)
 
 
-def test_random_weights_leave_what_a_layer_gives_as_it_is() -> None:
-    spec = tiny_spec("gemma4_text")
+def test_random_weights_are_ones_where_those_of_transformers_are() -> None:
+    spec = tiny_spec("gemma4_moe")
     slots = make_slots(role_pieces(spec, ParallelLayout(tp=1, pp=1, dp=1), 0))
     initialise(slots, tensor_shapes(spec), seed=5)
-    factors = [stored(slot) for slot in slots if slot.piece.name.endswith("layer_scalar")]
-    assert [factor.tolist() for factor in factors] == [[1.0]] * 4
+    theirs = transformers.Gemma4ForCausalLM(tiny_config("gemma4_moe")).state_dict()
+    ones = {name for name, tensor in theirs.items() if bool(tensor.eq(1).all())}
+    assert len(ones) == 1 + 4 * (1 + 4 + 2 + 3 + 2)  # norms, heads' norms, factors of layers, …
+    assert ones == {slot.piece.name for slot in slots if bool(stored(slot).eq(1).all())}
 
 
 HEADS = {"head_dim": 512, "num_key_value_heads": 4}
@@ -141,7 +168,11 @@ HEADS = {"head_dim": 512, "num_key_value_heads": 4}
     [
         ({"hidden_size_per_layer_input": 256}, "per_layer_input=256: embeddings of each layer"),
         ({"num_kv_shared_layers": 20}, "shared_layers=20: layers that share keys and values are"),
-        ({"enable_moe_block": True}, "enable_moe_block=True: experts beside the dense MLP are not"),
+        ({"enable_moe_block": True}, "has num_experts=None; it must be an integer from 2 to"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
+            "has top_k_experts=5; it must be an integer from 1 to 4",
+        ),
         ({"use_bidirectional_attention": "all"}, "sets use_bidirectional_attention, which is not"),
         ({"attention_bias": True}, "sets attention_bias, which is not supported in a Gemma"),
         ({"hidden_activation": "silu"}, "hidden_activation='silu'; only gelu_pytorch_tanh"),

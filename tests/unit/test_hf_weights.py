@@ -93,7 +93,7 @@ def test_reads_what_transformers_saved(model: str, max_shard_size: str, tmp_path
             assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
 
 
-@pytest.mark.parametrize("model", [model for model in MIXTURES if model != "gpt_oss"])
+@pytest.mark.parametrize("model", sorted({*MIXTURES} - {"gpt_oss", "gemma4_moe"}))
 def test_reads_experts_of_a_layer_that_are_in_one_tensor(model: str, tmp_path: Path) -> None:
     """`save_original_format=False` writes the tensors that the model has in memory."""
     torch.manual_seed(3)

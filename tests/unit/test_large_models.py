@@ -52,6 +52,7 @@ MODELS = {
     "Qwen3-Next-80B-A3B": (79_674_391_296, 24_576, 77_266_944, "tp=8 pp=8 ep=8", 8),
     "gpt-oss-120b": (116_829_156_672, 73_728, 0, "tp=8 ep=64", 8),
     "gemma-2-27b-it": (27_227_128_320, 376_832, 0, "tp=8 pp=4 micro_batch_tokens=8192", 8),
+    "gemma-4-26B-A4B": (25_233_141_790, 225_280, 0, "tp=4 ep=32 micro_batch_tokens=8192", 2),
     "gemma-4-31B": (30_697_345_340, 901_120, 0, "tp=8 pp=4 micro_batch_tokens=8192", 4),
 }
 
@@ -107,7 +108,7 @@ LORA = Lora(rank=2, alpha=4.0, ranks=((r"layers\.1\..*", 3),))
 FEW_WEIGHTS = [
     *("llama", "llama_tied", "qwen2", "phi3", "olmo2", "seed_oss", "gemma4_text"),
     *("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next"),
-    "glm_moe_dsa",
+    *("gemma4_moe", "glm_moe_dsa"),
 ]
 
 

@@ -75,7 +75,8 @@ def test_greedy_equals_transformers_generate(name):
 
 
 @pytest.mark.parametrize(
-    "name", ("llama", "qwen2-tied", "phi3", "gemma4", "mixtral", "qwen2-moe", "deepseek-v3")
+    "name",
+    ("llama", "qwen2-tied", "phi3", "gemma4", "gemma4-moe", "mixtral", "qwen2-moe", "deepseek-v3"),
 )
 def test_adapters_are_added_as_in_transformers(name, tmp_path):
     model = adapted_model(name, tmp_path / "adapter")
@@ -182,7 +183,9 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
         assert sample.logprobs == pytest.approx(likeliest.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma2", "gemma3", "gemma4", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-moe", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gpt-oss"]
+)
 def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     model = hf_model(name, torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)

@@ -28,7 +28,8 @@ Mlp = Callable[[Tensor, Tensor | None, list[Tensor]], Tensor]
 """The function (hidden, delta, choices) -> this rank's share of the MLP, all [tokens, hidden].
 
 It adds `delta` to `hidden` in place, and takes the norm of the sum. A mixture appends the experts
-that it chooses to `choices`, int64 [tokens, per_token].
+that it chooses to `choices`, int64 [tokens, per_token]. One with own norms gives two shares side by
+side, [2, tokens, hidden]: of the chosen experts, and of the one that all tokens go to.
 """
 
 
@@ -51,11 +52,19 @@ class DenseMlp:
 class ExpertChoice:
     """The router of one layer; `logits` are its scores before softmax or sigmoid, in float32.
 
-    What a token gets does not depend on the other tokens.
+    What a token gets does not depend on the other tokens. `scale`, float32 [experts], is multiplied
+    with the factors of outputs, if it is there.
     """
 
-    def __init__(self, experts: specs.Experts, logits: Linear, correction: Tensor | None) -> None:
+    def __init__(
+        self,
+        experts: specs.Experts,
+        logits: Linear,
+        correction: Tensor | None,
+        scale: Tensor | None = None,
+    ) -> None:
         self._experts = experts
+        self._scale = scale
         self._logits = logits
         self._correction = None if correction is None else correction.float()
 
@@ -73,6 +82,8 @@ class ExpertChoice:
         shares = scores.gather(-1, chosen)
         if experts.normalised:
             shares = shares / (shares.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+        if self._scale is not None:
+            shares = shares * self._scale[chosen]
         return chosen, shares if experts.scale == 1.0 else shares * experts.scale
 
 
@@ -93,12 +104,18 @@ class MixtureMlp:
     shared: Mlp | None  # this rank's columns of the expert that all tokens go to
     # x -> [tokens, 1]; its sigmoid is multiplied with the output of `shared`
     shared_gate: Linear | None
+    input_norm: Tensor | None  # of the norm before `experts`, if these have own norms
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
         """See `Mlp`."""
         x = add_norm(hidden, delta, self.norm, self.eps)
-        chosen, shares = self.router(x)
+        chosen, shares = self.router(x if self.input_norm is None else hidden)
         choices.append(chosen)
+        if self.input_norm is not None and self.shared is not None:
+            own = add_norm(hidden, None, self.input_norm, self.eps)
+            own = self.experts(own, chosen, shares)
+            return torch.stack([own, self.shared(x, None, choices)])
+
         out = self.experts(x, chosen, shares)
         if self.shared is None:
             return out
@@ -147,17 +164,6 @@ def mlp_of_layer(weights: LayerWeights) -> Mlp:
         activation=experts.activation,
     )
 
-    correction = parameters[prefix + "router.correction"] if experts.has_correction else None
-    # Rounded scores would choose other experts.
-    name = prefix + "router.weight"
-    weight = parameters[name]
-    if weight.is_cuda and weight.dtype == torch.bfloat16 and not gpu_gives_float32():
-        weight = parameters.kept(name, weight.float())
-    bias = parameters[prefix + "router.bias"].float() if experts.has_biases else None
-    logits = parameters.made_of(name, lambda: linear_in_float32(weight, bias))
-    logits = adapted(parameters, torch.float32, name, logits)
-    router = ExpertChoice(experts, logits, correction)
-
     shared = None
     shared_gate = None
     if experts.shared_ffn_size:
@@ -165,4 +171,35 @@ def mlp_of_layer(weights: LayerWeights) -> Mlp:
     if experts.shared_gate:
         shared_gate = linear(weights.tensor("mlp.shared_gate.weight"))
     here = make_experts(local, dtype, lambda name, copy: parameters.kept(prefix + name, copy))
-    return MixtureMlp(norm, spec.norm_eps, router, here, shared, shared_gate)
+    input_norm = weights.norm("mlp.input_norm.weight") if experts.own_norms else None
+    router = _router(weights, experts)
+    return MixtureMlp(norm, spec.norm_eps, router, here, shared, shared_gate, input_norm)
+
+
+def _router(weights: LayerWeights, experts: specs.Experts) -> ExpertChoice:
+    """Return the router of a layer."""
+    parameters = weights.parameters
+    prefix = weights.named("mlp.router.")
+    correction = parameters[prefix + "correction"] if experts.has_correction else None
+    # Rounded scores would choose other experts, and so would a rounded norm.
+    name = prefix + "weight"
+    weight = parameters[name]
+    on_gpu = weight.is_cuda and weight.dtype == torch.bfloat16
+    if on_gpu and (experts.own_norms or not gpu_gives_float32()):
+        weight = parameters.kept(name, weight.float())
+    bias = parameters[prefix + "bias"].float() if experts.has_biases else None
+    logits = parameters.made_of(name, lambda: linear_in_float32(weight, bias))
+    logits = adapted(parameters, torch.float32, name, logits)
+    if not experts.own_norms:
+        return ExpertChoice(experts, logits, correction)
+
+    scale = parameters[prefix + "scale"].float() * weights.spec.hidden_size**-0.5
+    gain = parameters.kept(prefix + "scale", scale)
+    own = prefix + "expert_scale"
+    by_expert = parameters.kept(own, parameters[own].float())
+    eps = weights.spec.norm_eps
+
+    def of_norm(x: Tensor) -> Tensor:
+        return logits(add_norm(x.float(), None, gain, eps))
+
+    return ExpertChoice(experts, of_norm, correction, by_expert)

@@ -44,6 +44,7 @@ class DecoderLayer:
     proj_norm: Tensor | None
     mlp: Mlp
     mlp_bias: Tensor | None
+    part_norms: tuple[Tensor, Tensor] | None  # of the two parts of the MLP's output
     mlp_output_norm: Tensor | None
     scalar: Tensor | None  # [1], by which the layer's output is multiplied
 
@@ -116,7 +117,8 @@ class Decoder:
             delta = self._finish_block(share, layer.proj_bias, layer.proj_norm)
 
             share = layer.mlp(hidden, delta, choices)
-            delta = self._finish_block(share, layer.mlp_bias, layer.mlp_output_norm)
+            norm = layer.mlp_output_norm
+            delta = self._finish_block(share, layer.mlp_bias, norm, layer.part_norms)
             if layer.scalar is not None:
                 hidden = (hidden + delta) * layer.scalar
                 delta = None
@@ -136,9 +138,19 @@ class Decoder:
             return logits
         return logits[:, : self._vocab_rows].contiguous()
 
-    def _finish_block(self, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+    def _finish_block(
+        self,
+        share: Tensor,
+        bias: Tensor | None,
+        norm: Tensor | None,
+        part_norms: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Return what is added to the residual stream, from this rank's share of a product."""
         delta = self._parallel.sum(share)
+        if part_norms is not None:
+            pairs = zip(delta, part_norms, strict=True)
+            first, second = (add_norm(part, None, weight, self._eps) for part, weight in pairs)
+            delta = first.add_(second)
         if bias is not None:
             delta = delta + bias
         if norm is not None:
@@ -179,13 +191,21 @@ def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> D
     def norm_after(name: str) -> Tensor | None:
         return weights.norm(name) if spec.norms_after else None
 
+    after_mlp = "mlp.linear_fc2.output_norm.weight"
+    part_norms = None
+    if spec.experts is not None and spec.experts.own_norms:
+        after_mlp = "mlp.sum_norm.weight"
+        own = ("mlp.output_norm.weight", "mlp.shared.linear_fc2.output_norm.weight")
+        part_norms = (weights.norm(own[0]), weights.norm(own[1]))
+
     return DecoderLayer(
         attention=attention,
         proj_bias=bias(spec.o_bias, "self_attention.linear_proj.bias"),
         proj_norm=norm_after("self_attention.linear_proj.output_norm.weight"),
         mlp=mlp_of_layer(weights),
         mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
-        mlp_output_norm=norm_after("mlp.linear_fc2.output_norm.weight"),
+        part_norms=part_norms,
+        mlp_output_norm=norm_after(after_mlp),
         scalar=weights.tensor("layer_scalar") if spec.scales_layers else None,
     )
 

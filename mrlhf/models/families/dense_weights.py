@@ -109,6 +109,8 @@ def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) ->
     mixture of experts; None: a dense model.
     """
     rules = _outer_rules(spec)
+    width = 0 if spec.experts is None else spec.experts.ffn_size
+    names = None if spec.experts is None else names
     for number, layer in enumerate(chunk.layers):
         own = f"decoder.layers.{number}."
         prefix = f"model.layers.{layer}."
@@ -119,7 +121,7 @@ def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) ->
         if spec.has_experts(layer):
             assert names is not None, "a mixture without names"
             for expert in chunk.experts:
-                for name, rule in expert_rules(names, prefix, expert).items():
+                for name, rule in expert_rules(names, prefix, expert, width).items():
                     rules[own + name] = rule
     return rules
 
@@ -233,11 +235,13 @@ def _layer_rules(
         attention = delta_rules(spec.delta, prefix + "linear_attn.")
     else:
         attention = _attention_rules(spec, prefix + "self_attn.")
+    # The tensors of a dense MLP may be those of a shared expert.
+    mlp = _mlp_rules(spec, prefix + "mlp.") if spec.has_dense_layers else {}
     return {
         "layer_scalar": Rule((prefix + "layer_scalar",), dim=None),
         **_norm_rules(spec, prefix),
         **attention,
-        **_mlp_rules(spec, prefix + "mlp."),
+        **mlp,
         **({} if names is None else shared_rules(names, prefix)),
     }
 

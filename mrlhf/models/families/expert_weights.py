@@ -26,8 +26,9 @@ class ExpertNames:
         experts: the beginning of the names of the experts' tensors, before the number.
         gate: the matrix of an expert that goes through the activation.
         up: the matrix of an expert that is multiplied with it. None: its rows and those of `gate`
-            alternate in one matrix, and files hold the experts of a layer in stacks, as those of
-            gpt-oss. The name of a part has the expert's number: `mlp.experts.3.down_proj`.
+            are in one matrix, and files hold the experts of a layer in stacks, as those of gpt-oss.
+            The name of a part has the expert's number: `mlp.experts.3.down_proj`.
+        alternates: whether those rows alternate, and the matrices in stacks are transposed.
         down: the matrix of an expert that gives its output.
         shared: the beginning of the names of the shared expert's tensors.
         shared_gate: the matrix that the shared expert's gate comes from.
@@ -38,9 +39,23 @@ class ExpertNames:
     experts: str = "mlp.experts"
     gate: str = "gate_proj.weight"
     up: str | None = "up_proj.weight"
+    alternates: bool = False
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate.weight"
+
+
+# What a mixture with own norms has more: parameters and their tensors.
+_ROUTER_SCALES = {
+    "mlp.router.scale": "router.scale",
+    "mlp.router.expert_scale": "router.per_expert_scale",
+}
+_OWN_NORMS = {
+    "mlp.shared.linear_fc2.output_norm.weight": "post_feedforward_layernorm_1.weight",
+    "mlp.input_norm.weight": "pre_feedforward_layernorm_2.weight",
+    "mlp.output_norm.weight": "post_feedforward_layernorm_2.weight",
+    "mlp.sum_norm.weight": "post_feedforward_layernorm.weight",
+}
 
 
 def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -70,6 +85,10 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
         yield shared + "down_proj.weight", (hidden, experts.shared_ffn_size)
     if experts.shared_gate:
         yield prefix + names.shared_gate, (1, hidden)
+    if experts.own_norms:
+        yield prefix + "router.scale", (hidden,)
+        yield prefix + "router.per_expert_scale", (experts.count,)
+        yield from ((prefix + name, (hidden,)) for name in _OWN_NORMS.values())
 
 
 def _bias_of(weight: str) -> str:
@@ -97,7 +116,7 @@ def _shapes_in_stacks(
 def stacked_forms(
     spec: ModelSpec, names: ExpertNames, prefix: str, in_mxfp4: bool
 ) -> Iterator[tuple[str, OtherForm]]:
-    """The stacks of all experts of a layer: in each a matrix is transposed.
+    """The stacks of all experts of a layer.
 
     If `in_mxfp4`, those that hold the matrices as bytes; in these they are not transposed.
     """
@@ -107,8 +126,9 @@ def stacked_forms(
     for name, shape in _shapes_in_stacks(spec, names, ""):
         parts = {f"{begin}{n}.{name}": MatrixRows(n, 0, shape[0]) for n in range(experts.count)}
         if not in_mxfp4:
-            stack = (experts.count, *reversed(shape))
-            yield begin + name, OtherForm(stack, parts, is_transposed=len(shape) == 2)
+            is_transposed = names.alternates and len(shape) == 2
+            stack = (experts.count, *(reversed(shape) if is_transposed else shape))
+            yield begin + name, OtherForm(stack, parts, is_transposed)
         elif len(shape) == 2 and shape[1] % BLOCK == 0:
             stack = (experts.count, shape[0], shape[1] // BLOCK, BYTES)
             yield f"{begin}{name}_blocks", OtherForm(stack, parts, is_packed=True)
@@ -147,6 +167,8 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
     assert experts is not None
     kinds = ("weight", "bias") if experts.has_biases else ("weight",)
     parameters = [f"mlp.router.{kind}" for kind in kinds]
+    if experts.own_norms:
+        parameters += _ROUTER_SCALES
     if experts.has_correction:
         parameters.append("mlp.router.correction")
     for part in (1, 2):  # the order of `RoutedExperts.named_modules`
@@ -157,19 +179,25 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
         parameters += [f"mlp.shared.linear_fc{part}.weight" for part in (1, 2)]
     if experts.shared_gate:
         parameters.append("mlp.shared_gate.weight")
+    if experts.own_norms:
+        parameters += _OWN_NORMS
     return parameters
 
 
 @lru_cache(maxsize=2**15)  # a plan asks for each expert twice, in training and in the engine
-def expert_rules(names: ExpertNames, prefix: str, number: int) -> Mapping[str, Rule]:
-    """The rules of the parameters of one of the experts of the layer with this prefix."""
+def expert_rules(names: ExpertNames, prefix: str, number: int, width: int) -> Mapping[str, Rule]:
+    """The rules of the parameters of one of the experts, of this `width`, of a layer."""
     own = f"mlp.experts.{number}."
     expert = f"{prefix}{names.experts}.{number}."
     gate = expert + names.gate
     down = expert + names.down
     gate_up = (gate,) if names.up is None else (gate, expert + names.up)
+    first = Rule(gate_up, dim=0, of_expert=True)
+    if names.up is None and not names.alternates:
+        halves = ((0, width), (width, 2 * width))
+        first = first._replace(names=(gate, gate), intervals=halves)
     rules = {
-        own + "linear_fc1.weight": Rule(gate_up, dim=0, of_expert=True),
+        own + "linear_fc1.weight": first,
         own + "linear_fc2.weight": Rule((down,), dim=1, of_expert=True),
     }
     if names.up is None:
@@ -179,9 +207,10 @@ def expert_rules(names: ExpertNames, prefix: str, number: int) -> Mapping[str, R
 
 
 def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
-    """The rules of the layer's other parameters of a mixture: router and shared expert."""
+    """The rules of the layer's other parameters of a mixture: router, shared expert, own norms."""
     shared = f"{prefix}{names.shared}."
     gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
+    more = _ROUTER_SCALES | _OWN_NORMS
     return {
         "mlp.router.weight": Rule((prefix + names.router,), dim=None),
         "mlp.router.bias": Rule((prefix + _bias_of(names.router),), dim=None),
@@ -189,4 +218,5 @@ def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
         "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
         "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),
         "mlp.shared_gate.weight": Rule((prefix + names.shared_gate,), dim=None),
+        **{own: Rule((prefix + name,), dim=None) for own, name in more.items()},
     }

@@ -1,4 +1,4 @@
-"""Gemma 4, dense and text alone: as Gemma 3, with other heads in layers without a window.
+"""Gemma 4, text alone: as Gemma 3, with other heads in layers without a window, and experts.
 
 This file knows only what its `config.json` may say.
 """
@@ -6,6 +6,7 @@ This file knows only what its `config.json` may say.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mrlhf.errors import ConfigError
@@ -17,14 +18,25 @@ from mrlhf.models.families.dense import (
     refuse_scalar,
     rotary_dim,
 )
+from mrlhf.models.families.dense_weights import rules_of, tensor_shapes
+from mrlhf.models.families.expert_weights import ExpertNames, stacked_forms
 from mrlhf.models.families.gemma2 import gemma_spec
-from mrlhf.models.spec import GlobalHeads, Head, ModelSpec
+from mrlhf.models.families.mixture import count
+from mrlhf.models.spec import Experts, GlobalHeads, Head, ModelSpec
+from mrlhf.weights.forms import OtherForm
 
 _NOT_BUILT = {
     "hidden_size_per_layer_input": "embeddings of each layer",
     "num_kv_shared_layers": "layers that share keys and values",
-    "enable_moe_block": "experts beside the dense MLP",
 }
+_NAMES = ExpertNames(
+    router="router.proj.weight",
+    experts="experts",
+    gate="gate_up_proj",
+    up=None,
+    down="down_proj",
+    shared="mlp",
+)
 _ROPE_TYPES = {
     "sliding_attention": ("default",),
     "full_attention": ("default", "proportional"),
@@ -38,7 +50,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         if config[key]:
             raise ConfigError(
                 f"config.json has {key}={config[key]}: {feature} are not supported in a Gemma 4; "
-                "use a model without, such as the one of 31 billion parameters"
+                "use a model without, such as the one of 31 billion parameters or 26B-A4B"
             )
 
     plain = {
@@ -59,7 +71,33 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         hf_config=config,
     )
     check_rotations(spec)
-    return spec
+    return _with_experts(spec, config) if config["enable_moe_block"] else spec
+
+
+def _with_experts(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
+    """The model with experts beside each layer's dense MLP, which all tokens go to."""
+    experts = count(config, "num_experts", least=2)
+    return replace(
+        spec,
+        experts=Experts(
+            count=experts,
+            per_token=count(config, "top_k_experts", most=experts),
+            ffn_size=count(config, "moe_intermediate_size"),
+            layers=(True,) * spec.num_layers,
+            normalised=True,
+            shared_ffn_size=spec.ffn_size,
+            activation=spec.activation,
+            own_norms=True,
+        ),
+    )
+
+
+def _forms(spec: ModelSpec) -> dict[str, OtherForm]:
+    """The stacks of experts of all layers."""
+    forms: dict[str, OtherForm] = {}
+    for layer in range(spec.num_layers if spec.experts is not None else 0):
+        forms.update(stacked_forms(spec, _NAMES, f"model.layers.{layer}.", in_mxfp4=False))
+    return forms
 
 
 def _plain_rotations(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,6 +142,10 @@ def _global_heads(config: dict[str, Any]) -> GlobalHeads:
 GEMMA4 = replace(
     dense_family("gemma4_text", "Gemma4", read_config),
     wrapper="gemma4",
+    base_shapes=partial(tensor_shapes, names=_NAMES),
+    base_rules=partial(rules_of, names=_NAMES),
+    other_forms=_forms,
+    written_forms=_forms,
     required_keys=(
         *REQUIRED_KEYS,
         *("num_key_value_heads", "head_dim", "sliding_window"),

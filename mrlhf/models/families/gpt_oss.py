@@ -16,7 +16,9 @@ from mrlhf.models.families.mixture import count, mixture_family, with_experts
 from mrlhf.models.spec import ClampedSwish, Experts, Head, ModelSpec
 from mrlhf.weights.forms import OtherForm
 
-_NAMES = ExpertNames(router="mlp.router.weight", gate="gate_up_proj", up=None, down="down_proj")
+_NAMES = ExpertNames(
+    router="mlp.router.weight", gate="gate_up_proj", up=None, alternates=True, down="down_proj"
+)
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
