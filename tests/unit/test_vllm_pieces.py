@@ -163,6 +163,24 @@ def test_values_that_are_keys_are_rows_without_a_piece(tp: int) -> None:
         assert pieces[whole + "layer_scalar"][0].full_shape == (1,)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gate_and_up_rows_of_one_tensor_are_cut_apart(tp: int) -> None:
+    """Each expert of a Gemma 4 has both in one tensor, and its mixture has norms of its own."""
+    spec = tiny_spec("gemma4_moe")
+    full = full_tensors(spec)
+    name = "model.layers.2.experts.routed_experts.w13_weight.1"
+    gate, up = full["model.layers.2.experts.1.gate_up_proj"].chunk(2)
+    for rank in range(tp):
+        pieces = parameter_pieces(spec, rank, tp)
+        parameter = torch.zeros(parameter_shapes(spec, tp)[name])
+        for piece in pieces[name]:
+            part = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+            Slot(piece, parameter).store(part)
+        assert torch.equal(parameter, torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]))
+        held = {piece.name for some in pieces.values() for piece in some}
+        assert held | {"model.embed_tokens.weight"} == full.keys()  # one rank has padding of it
+
+
 def test_padding_alone_is_no_piece() -> None:
     """Of 64 rows for 37 tokens, the last of four ranks has padding alone."""
     pieces = parameter_pieces(tiny_spec("llama"), 3, 4)
@@ -289,7 +307,8 @@ def test_a_gemma_that_vllm_would_compute_otherwise_is_refused() -> None:
     _assert_refused(replace(specs["gemma2"], tied_embeddings=False))
 
     gemma4 = specs["gemma4"]
-    _assert_refused(replace(gemma4, hf_config={**gemma4.hf_config, "enable_moe_block": True}))
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        _assert_refused(replace(gemma4, hf_config={**gemma4.hf_config, key: 1}))
     heads = unsupported_on_cpu(replace(gemma4, head_dim=32), 1)
     assert heads is not None and heads.startswith("head_dim 24 on a CPU")
 

@@ -32,6 +32,32 @@ SIZES: dict[str, Any] = {
 }
 # vLLM pads experts of a width that is no multiple of 32.
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _gemma4_config(**more: Any) -> transformers.PreTrainedConfig:
+    return transformers.Gemma4TextConfig(
+        **SIZES,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        use_bidirectional_attention="vision",
+        final_logit_softcapping=4.0,
+        pad_token_id=None,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 20000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        **more,
+    )
+
+
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": lambda: transformers.Qwen2Config(
@@ -58,25 +84,9 @@ CONFIGS = {
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "gemma4": lambda: transformers.Gemma4TextConfig(
-        **SIZES,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"],
-        global_head_dim=64,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        use_bidirectional_attention="vision",
-        final_logit_softcapping=4.0,
-        pad_token_id=None,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": 20000.0,
-                "partial_rotary_factor": 0.5,
-            },
-        },
+    "gemma4": _gemma4_config,
+    "gemma4-moe": lambda: _gemma4_config(
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24
     ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, num_experts=6, norm_topk_prob=True, mlp_only_layers=[1]
@@ -121,7 +131,6 @@ CONFIGS = {
         },
     ),
 }
-MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss")
 
 
 def hf_model(name: str, seed: int = 0) -> Any:

@@ -52,6 +52,7 @@ DENSE: list[Case] = [  # model, layout of the actor, tp of the engine
 SPLIT: list[Case] = [
     ("qwen2-moe", AxisSizes(tp=2, ep=2, etp=1), 2),
     ("gpt-oss", AxisSizes(tp=2, ep=2, etp=1), 2),
+    ("gemma4-moe", AxisSizes(tp=2, ep=2, etp=1), 2),
 ]
 WHOLE: list[Case] = [
     ("glm4-moe", AxisSizes(ep=2), 1),

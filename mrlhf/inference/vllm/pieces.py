@@ -25,7 +25,7 @@ from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.rope import rope_type_of
 from mrlhf.models.spec import WHOLE_MODEL, ClampedSwish, ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
-from mrlhf.weights.shard import Piece, Shape
+from mrlhf.weights.shard import Piece, Rule, Shape
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text"),
@@ -40,8 +40,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _STACKED = re.compile(r"(.+\.(?:w13|w2)_(?:weight|bias))\.(\d+)")
 _WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss")
 _WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss")  # on some layers only
-# Keys of a `config.json` for parts that vLLM's Gemma 4 has too, and that were not tried.
-_NOT_IN_DENSE_GEMMA4 = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block")
+# Keys of a `config.json` for parts of a Gemma 4 that vLLM has too, and that were not tried.
+_NOT_TRIED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 # What vLLM calls parts of a gpt_oss model.
 _OF_GPT_OSS = {".embed_tokens.": ".embedding.", ".self_attn.": ".attn."}
 # The numbers and keys of a gpt_oss model that are constants in vLLM.
@@ -129,7 +129,7 @@ def unsupported_feature(spec: ModelSpec) -> str | None:
         "windows on some layers only": some_windows,
         "yarn rotation": "yarn" in rope_types and not is_gpt_oss,
         "a partial_rotary_factor that transformers ignores": _ignores_share(spec),
-        "parts beside those of a dense Gemma 4": any(map(spec.hf_config.get, _NOT_IN_DENSE_GEMMA4)),
+        "embeddings of each layer or shared keys": any(map(spec.hf_config.get, _NOT_TRIED)),
         "an output layer of its own": spec.family == "gemma2" and not spec.tied_embeddings,
         "another form than the published gpt-oss": is_gpt_oss and not _is_published(spec),
     }
@@ -142,8 +142,9 @@ def _ignores_share(spec: ModelSpec) -> bool:
         entries = spec.hf_config["rope_parameters"]
         rope = entries if kind == WHOLE_MODEL else entries[kind]
         heads = spec.of_layer(spec.ropes.index(kind))
-        share = int(heads.head_dim * rope.get("partial_rotary_factor", 1.0))
-        if rope["rope_type"] == "default" and share != heads.rotary_dim:
+        share = rope.get("partial_rotary_factor") or 1.0
+        is_partial = rope["rope_type"] == "default" and share < 1.0
+        if is_partial and int(heads.head_dim * share) != heads.rotary_dim:
             return True
     return False
 
@@ -195,54 +196,55 @@ def _attention(maker: _Maker, spec: ModelSpec, prefix: str) -> None:
     kv = maker.share(spec.num_kv_heads * spec.head_dim, most_parts=spec.num_kv_heads)
 
     for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        qkv = {
-            f"{prefix}q_proj.{kind}": q,
-            f"{prefix}k_proj.{kind}": kv,
-            f"{prefix}v_proj.{kind}": kv,
-        }
+        qkv = [
+            (f"{prefix}q_proj.{kind}", q),
+            (f"{prefix}k_proj.{kind}", kv),
+            (f"{prefix}v_proj.{kind}", kv),
+        ]
         maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0)
     for name in ("q_norm.weight", "k_norm.weight", "o_proj.bias"):
         maker.whole_if_there(prefix + name)
     if spec.has_sinks:
-        maker.fused(prefix + "sinks", {prefix + "sinks": maker.share(spec.num_heads)}, dim=0)
-    maker.fused(prefix + "o_proj.weight", {prefix + "o_proj.weight": q}, dim=1)
+        maker.fused(prefix + "sinks", [(prefix + "sinks", maker.share(spec.num_heads))], dim=0)
+    maker.fused(prefix + "o_proj.weight", [(prefix + "o_proj.weight", q)], dim=1)
 
 
 def _mixture(maker: _Maker, spec: ModelSpec, layer: int) -> None:
     """Add the parameters of one layer's mixture of experts, each of which all ranks share."""
     experts = spec.experts
     assert experts is not None
-    names = _names_in_checkpoint(spec, layer)
+    rule_of = _rules_in_checkpoint(spec, layer)
 
-    maker.whole(*names("router.weight"))
-    for part in ("bias", "correction"):
-        maker.whole_if_there(*names(f"router.{part}"))
+    maker.whole(*rule_of("router.weight").names)
+    for part in ("bias", "correction", "scale", "expert_scale"):
+        maker.whole_if_there(*rule_of(f"router.{part}").names)
+    for norm in ("shared.linear_fc2.output_norm", "input_norm", "output_norm"):
+        maker.whole_if_there(*rule_of(f"{norm}.weight").names)
     width = maker.share(experts.ffn_size)
     for number in range(experts.count):
-        gate_up = names(f"experts.{number}.linear_fc1.weight")
-        (down,) = names(f"experts.{number}.linear_fc2.weight")
+        (down,) = rule_of(f"experts.{number}.linear_fc2.weight").names
         stack = down.rpartition(f".{number}.")[0] + ".routed_experts."
-        maker.rows(f"{stack}w13_weight.{number}", gate_up)
-        maker.fused(f"{stack}w2_weight.{number}", {down: width}, dim=1, of_expert=True)
+        maker.rows(f"{stack}w13_weight.{number}", rule_of(f"experts.{number}.linear_fc1.weight"))
+        maker.fused(f"{stack}w2_weight.{number}", [(down, width)], dim=1, of_expert=True)
         if experts.has_biases:
-            maker.rows(f"{stack}w13_bias.{number}", names(f"experts.{number}.linear_fc1.bias"))
+            maker.rows(f"{stack}w13_bias.{number}", rule_of(f"experts.{number}.linear_fc1.bias"))
             maker.first_alone(
-                f"{stack}w2_bias.{number}", *names(f"experts.{number}.linear_fc2.bias")
+                f"{stack}w2_bias.{number}", *rule_of(f"experts.{number}.linear_fc2.bias").names
             )
 
     if experts.shared_ffn_size:
-        (down,) = names("shared.linear_fc2.weight")
+        (down,) = rule_of("shared.linear_fc2.weight").names
         maker.gated(down.removesuffix("down_proj.weight"), experts.shared_ffn_size)
     if experts.shared_gate:
-        maker.whole(*names("shared_gate.weight"))
+        maker.whole(*rule_of("shared_gate.weight").names)
 
 
-def _names_in_checkpoint(spec: ModelSpec, layer: int) -> Callable[[str], tuple[str, ...]]:
-    """Return the function that gives the named tensors of a parameter of the layer's mixture."""
+def _rules_in_checkpoint(spec: ModelSpec, layer: int) -> Callable[[str], Rule]:
+    """Return the function that gives the rule of a parameter of the layer's mixture."""
     assert spec.experts is not None
     alone = Chunk(range(layer, layer + 1), False, False, range(spec.experts.count))
     rules = family_of(spec).rules_of(spec, alone)
-    return lambda parameter: rules[f"decoder.layers.0.mlp.{parameter}"].names
+    return lambda parameter: rules[f"decoder.layers.0.mlp.{parameter}"]
 
 
 class _Maker:
@@ -265,7 +267,7 @@ class _Maker:
 
     def whole(self, name: str) -> None:
         """Add a parameter that every rank holds whole."""
-        self.fused(name, {name: (0, self._shapes[name][0])}, dim=0)
+        self.fused(name, [(name, (0, self._shapes[name][0]))], dim=0)
 
     def whole_if_there(self, name: str) -> None:
         """Add a parameter that every rank holds whole, if the model has it."""
@@ -274,31 +276,39 @@ class _Maker:
 
     def first_alone(self, parameter: str, name: str) -> None:
         """Add a parameter of an expert that the first rank holds whole, and the others as zeros."""
-        self.fused(parameter, {name: (0, self._shapes[name][0])}, dim=0, of_expert=True)
+        self.fused(parameter, [(name, (0, self._shapes[name][0]))], dim=0, of_expert=True)
         if self._tp_rank:
             self.pieces[parameter] = ()
 
-    def rows(self, parameter: str, names: Sequence[str]) -> None:
-        """Add a parameter of an expert made of the rank's rows of each tensor."""
-        shares = {name: self.share(self._shapes[name][0]) for name in names}
+    def rows(self, parameter: str, rule: Rule) -> None:
+        """Add a parameter of an expert made of the rank's share of each interval of the rule."""
+        shares = []
+        for number, name in enumerate(rule.names):
+            first, last = rule.interval(number, self._shapes)
+            start, stop = self.share(last - first)
+            shares.append((name, (first + start, first + stop)))
         self.fused(parameter, shares, dim=0, of_expert=True)
 
     def gated(self, prefix: str, ffn_size: int) -> None:
         """Add the parameters of a gated MLP."""
         share = self.share(ffn_size)
-        gate_up = {prefix + "gate_proj.weight": share, prefix + "up_proj.weight": share}
+        gate_up = [(prefix + "gate_proj.weight", share), (prefix + "up_proj.weight", share)]
         self.fused(prefix + "gate_up_proj.weight", gate_up, dim=0)
-        self.fused(prefix + "down_proj.weight", {prefix + "down_proj.weight": share}, dim=1)
+        self.fused(prefix + "down_proj.weight", [(prefix + "down_proj.weight", share)], dim=1)
 
     def fused(
-        self, parameter: str, intervals: dict[str, Interval], dim: int, of_expert: bool = False
+        self,
+        parameter: str,
+        intervals: Sequence[tuple[str, Interval]],
+        dim: int,
+        of_expert: bool = False,
     ) -> None:
         """Add a parameter made of the given interval of each tensor, one after the other."""
         parameter = self._renamed(parameter)
-        period = sum(stop - start for start, stop in intervals.values())
+        period = sum(stop - start for _, (start, stop) in intervals)
         pieces = []
         offset = 0
-        for name, (start, stop) in intervals.items():
+        for name, (start, stop) in intervals:
             size = stop - start
             place = (parameter, offset, size, period, of_expert)
             if name in self._shapes:  # values that are keys have no tensor
