@@ -53,7 +53,8 @@ class AttentionSizes:
     pair_products: int
     keys_and_values: int  # of a token, which context parallelism exchanges
     kept: int  # of a token for the backward pass, beside the layer's input
-    cached: CachedHeads
+    cached: CachedHeads  # what it reads for each token that it sees
+    caches: bool = True  # whether that is its own, and not another layer's
     kept_whole: int = 0  # beside `kept`, which ranks share out: of all tokens on a rank
     # `pair_products` of the engine, which may attend in another way; None: in the same
     engine_pair_products: int | None = None
@@ -89,10 +90,16 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
     hidden = spec.hidden_size
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
-    projected = keys if spec.keys_are_values else 2 * keys
+    projected = keys * (1 if spec.keys_are_values else 2) * spec.has_keys
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
     copies = 3 if spec.qk_norm == "none" else 4
     gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
+    kept = copies * queries + 3 * gates
+    if spec.has_keys:
+        # A norm of values gives one more copy of them; if they are the keys, they are no other.
+        kept += copies * keys + (projected - keys) * spec.norms_values
+    else:
+        kept += keys  # which it rotates once more
     return AttentionSizes(
         products=(
             Product(hidden, queries + gates + projected, dim=0),
@@ -100,9 +107,9 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
         ),
         pair_products=2 * queries,
         keys_and_values=2 * keys,
-        # A norm of values gives one more copy of them; if they are the keys, they are no other.
-        kept=copies * (queries + keys) + 3 * gates + (projected - keys) * spec.norms_values,
+        kept=kept,
         cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
+        caches=spec.has_keys,
     )
 
 

@@ -65,7 +65,7 @@ class GatedDeltaNet(TokenMixing, MegatronModule):
         self.linear_ba = ColumnLinear(hidden, 2 * net.value_heads, gather_output=False, **options)
         self.linear_proj = RowLinear(net.value_size, hidden, input_is_parallel=True, **options)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def project(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, ...]:
         """Return the rows of q, k, v and z, and those of the gates."""
         projections = (self.linear_qkvz, self.linear_ba)
         return tuple(linear(hidden_states)[0].squeeze(1) for linear in projections)

@@ -100,7 +100,9 @@ class LatentSelfAttention(TokenMixing, MegatronModule):
             assert latent.q_rank is not None, "its queries come from latents"
             self.indexer = IndexerWeights(config, indexer, latent.q_rank)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, hidden_states: Tensor, packed: PackedSequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [tokens, heads * head_dim], k and v before the rotated part of k is added, and
         that part [tokens, rotary_dim].
         """

@@ -31,9 +31,11 @@ from mrlhf.models.linear import (
     BiasedRowLinear,
     ColumnLinear,
     KeysAsValuesLinear,
+    QueriesLinear,
     RowLinear,
     whole_parameter,
 )
+from mrlhf.models.linked_layers import LinkedLayer
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture import MixtureLayer
 from mrlhf.models.norms import (
@@ -97,6 +99,8 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
         indexer = spec.indexer_of(layer)
         if indexer is not None:
             dense = indexed_layer(dense, indexer)
+        if spec.links_layers:
+            dense = linked_layer(spec, layer, dense)
         layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_norm(spec))
 
@@ -112,6 +116,28 @@ def indexed_layer(dense: ModuleSpec, indexer: Indexer) -> ModuleSpec:
     latent = dense.submodules.self_attention
     attention = replace(latent, params=latent.params | {"indexer": indexer})
     return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
+
+
+def linked_layer(spec: ModelSpec, layer: int, dense: ModuleSpec) -> ModuleSpec:
+    """Return the dense layer that takes, or lends, more than hidden states."""
+    assert spec.scales_layers, "the layers that are linked are scaled, too"
+    own = spec.of_layer(layer)
+    source = spec.key_layer(layer)
+    lends = source == layer and spec.key_layers.count(layer) > 1
+    attention = dense.submodules.self_attention
+    if own.has_keys:
+        attention = replace(attention, params=attention.params | {"lends": lends})
+    else:
+        queries = replace(
+            attention.submodules, linear_qkv=QueriesLinear, k_layernorm=IdentityOp
+        )
+        params = attention.params | {"spec": own, "source": source}
+        attention = replace(attention, params=params, submodules=queries)
+    return ModuleSpec(
+        module=LinkedLayer,
+        params={"spec": own, "source": source, "lends": lends},
+        submodules=replace(dense.submodules, self_attention=attention),
+    )
 
 
 def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:

@@ -73,6 +73,16 @@ class KeysAsValuesLinear(ColumnLinear):
         super().__init__(input_size, output_size, config=config, **options)
 
 
+class QueriesLinear(ColumnLinear):
+    """The linear layer of queries alone, in the place of one that has keys and values too."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        output_size -= 2 * config.num_query_groups * config.kv_channels
+        super().__init__(input_size, output_size, config=config, **options)
+
+
 class RowLinear(RowParallelLinear):
     """A linear layer with columns split over ranks; megatron-core counts them as rows."""
 

@@ -101,9 +101,15 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         *,
         spec: ModelSpec,
         rope: Rope | None,
+        source: int | None = None,
+        lends: bool = False,
         **options: Any,
     ) -> None:
-        """Make the attention of a layer; `spec` has its heads, which may be others than most."""
+        """Make the attention of a layer; `spec` has its heads, which may be others than most.
+
+        It attends to the keys and values of the layer `source`, if given; `lends` says whether
+        others attend to its own. Layers are numbered from 0.
+        """
         config = copy(config)
         config.num_query_groups = spec.num_kv_heads
         config.kv_channels = spec.head_dim
@@ -111,20 +117,28 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         self._rope = rope
         self._cap = spec.attention_cap
         self._norms_values = spec.norms_values
-        self._stored = 1 if spec.keys_are_values else 2  # of each KV head, in `linear_qkv`
+        # of each KV head, in `linear_qkv`
+        self._stored = (1 if spec.keys_are_values else 2) * spec.has_keys
+        self._source = source
+        self._lends = lends
         self.recomputes = self.checkpoint_core_attention
         self.sinks: torch.nn.Parameter | None = None
         if spec.has_sinks:
             heads = config.num_attention_heads // self.world_size
             self.sinks = split_parameter(config, heads)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def project(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, ...]:
         """Return q, k and v of this rank's heads before rotation, shaped as for `attend`.
 
         A gate of the output, shaped as q, is the fourth, if the model has one.
         """
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         kv_heads = self.config.num_query_groups
+        if self._source is not None:
+            heads = (max(1, kv_heads // self.world_size), -1, self.hidden_size_per_attention_head)
+            query = self.q_layernorm(mixed.unflatten(-1, heads))
+            return query, *packed.lent[self._source]
+
         if self.world_size > kv_heads:
             query, key, value = self._gather_shares(mixed)
         else:
@@ -144,6 +158,8 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         if self._norms_values:
             ones = torch.ones(value.shape[-1], dtype=torch.float32, device=value.device)
             value = wide_rms_norm(value, ones, self.config.layernorm_epsilon)
+        if self._lends:
+            packed.lent[self.layer_number - 1] = (key, value)
         return query, key, value, *gate
 
     def _gather_shares(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

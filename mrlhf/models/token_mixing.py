@@ -43,7 +43,7 @@ class TokenMixing:
         def mix(*projections: Tensor) -> Tensor:
             return self.mix(projections, packed_seq_params)
 
-        projections = self.project(hidden_states)
+        projections = self.project(hidden_states, packed_seq_params)
         if self.recomputes and torch.is_grad_enabled():
             output = checkpoint(mix, False, *projections)
         else:
@@ -51,7 +51,7 @@ class TokenMixing:
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
         return projected
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def project(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, ...]:
         """Return what `mix` takes, of this rank's heads."""
         raise NotImplementedError
 

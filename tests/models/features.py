@@ -116,6 +116,19 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
 def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
     common = {**sizes, "head_dim": 16, "sliding_window": 7, "pad_token_id": None}
     by_turns = ["sliding_attention", "full_attention"] * (sizes["num_hidden_layers"] // 2)
+    of_gemma4: dict[str, Any] = {
+        **common,
+        "global_head_dim": 24,
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 20000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    }
     return {
         "gemma2": Gemma2Config(
             **common,
@@ -134,21 +147,20 @@ def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             },
         ),
         "gemma4": Gemma4TextConfig(
-            **common,
-            global_head_dim=24,
+            **of_gemma4,
             num_global_key_value_heads=1,
             attention_k_eq_v=True,
             hidden_size_per_layer_input=0,
-            final_logit_softcapping=4.0,
             layer_types=by_turns,
-            rope_parameters={
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "rope_theta": 20000.0,
-                    "partial_rotary_factor": 0.5,
-                },
-            },
+        ),
+        # Two layers of each kind have keys that a later one of the kind does not share.
+        "gemma4-linked": Gemma4TextConfig(
+            **of_gemma4 | {"num_hidden_layers": 7},
+            layer_types=[*["full_attention", "sliding_attention"] * 3, "full_attention"],
+            hidden_size_per_layer_input=10,
+            vocab_size_per_layer_input=sizes["vocab_size"],
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
         ),
     }
 
@@ -167,4 +179,5 @@ FEATURE_MODELS = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4-linked",
 )

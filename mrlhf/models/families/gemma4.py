@@ -21,8 +21,6 @@ from mrlhf.models.families.gemma2 import gemma_spec
 from mrlhf.models.spec import GlobalHeads, Head, ModelSpec
 
 _NOT_BUILT = {
-    "hidden_size_per_layer_input": "embeddings of each layer",
-    "num_kv_shared_layers": "layers that share keys and values",
     "enable_moe_block": "experts beside the dense MLP",
 }
 _ROPE_TYPES = {
@@ -49,13 +47,17 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     }
     if config["use_bidirectional_attention"] == "vision":  # of tokens of images alone
         plain["use_bidirectional_attention"] = None
+    spec = read_by_layer_type(plain, head, gemma_spec)
     spec = replace(
-        read_by_layer_type(plain, head, gemma_spec),
+        spec,
         qk_norm="head",
         norm_offset=0.0,
         norms_values=True,
         scales_layers=True,
         global_heads=_global_heads(config),
+        key_layers=_key_layers(config),
+        borrower_ffn_size=spec.ffn_size * (2 if config["use_double_wide_mlp"] else 1),
+        layer_input_size=_layer_input_size(config),
         hf_config=config,
     )
     check_rotations(spec)
@@ -101,6 +103,44 @@ def _global_heads(config: dict[str, Any]) -> GlobalHeads:
     return GlobalHeads(kv_heads, head_dim, keys_are_values=config["attention_k_eq_v"])
 
 
+def _key_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """For each layer the one whose keys and values it attends to; empty if each has its own."""
+    shared = config["num_kv_shared_layers"]
+    kinds = config["layer_types"]
+    if shared == 0:
+        return ()
+    own = kinds[: len(kinds) - shared] if 0 < shared < len(kinds) else []
+    if not {*kinds} <= {*own}:
+        raise ConfigError(
+            f"config.json has num_kv_shared_layers={shared}: of {len(kinds)} layers, those before "
+            "must be of each kind in layer_types; lower it"
+        )
+    last = {kind: layer for layer, kind in enumerate(own)}
+    return (*range(len(own)), *(last[kind] for kind in kinds[len(own) :]))
+
+
+def _layer_input_size(config: dict[str, Any]) -> int:
+    """Numbers that each layer adds of every token's own."""
+    size: int = config["hidden_size_per_layer_input"] or 0
+    rows = config["vocab_size_per_layer_input"]
+    if size < 0 or (size and rows != config["vocab_size"]):
+        raise ConfigError(
+            f"config.json has hidden_size_per_layer_input={size} and vocab_size_per_layer_input="
+            f"{rows}; the one must be at least 0, and the other vocab_size {config['vocab_size']}"
+        )
+    return size
+
+
+def _of_other_parts(spec: ModelSpec) -> tuple[str, ...]:
+    """What reads images and sounds; and keys and values that published files hold in vain."""
+    borrowers = [layer for layer, own in enumerate(spec.key_layers) if own != layer]
+    return (
+        *("model.vision_tower.", "model.embed_vision."),
+        *("model.audio_tower.", "model.embed_audio."),
+        *(f"model.layers.{layer}.self_attn.{part}" for layer in borrowers for part in "kv"),
+    )
+
+
 GEMMA4 = replace(
     dense_family("gemma4_text", "Gemma4", read_config),
     wrapper="gemma4",
@@ -109,9 +149,5 @@ GEMMA4 = replace(
         *("num_key_value_heads", "head_dim", "sliding_window"),
         "global_head_dim or per_layer_config",
     ),
-    # What reads images and sounds.
-    ignored_prefixes=lambda spec: (
-        *("model.vision_tower.", "model.embed_vision."),
-        *("model.audio_tower.", "model.embed_audio."),
-    ),
+    ignored_prefixes=_of_other_parts,
 )
