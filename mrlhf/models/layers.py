@@ -128,9 +128,7 @@ def linked_layer(spec: ModelSpec, layer: int, dense: ModuleSpec) -> ModuleSpec:
     if own.has_keys:
         attention = replace(attention, params=attention.params | {"lends": lends})
     else:
-        queries = replace(
-            attention.submodules, linear_qkv=QueriesLinear, k_layernorm=IdentityOp
-        )
+        queries = replace(attention.submodules, linear_qkv=QueriesLinear, k_layernorm=IdentityOp)
         params = attention.params | {"spec": own, "source": source}
         attention = replace(attention, params=params, submodules=queries)
     return ModuleSpec(

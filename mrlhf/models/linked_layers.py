@@ -119,9 +119,7 @@ class LinkedLayer(TransformerLayer):
         def compute(hidden: Tensor, *taken: Tensor) -> tuple[Tensor, ...]:
             if borrows:  # the backward pass computes with tensors that have gradients of their own
                 packed.lent[self._source] = taken[:2]
-            output, _ = TransformerLayer.forward(
-                self, hidden, packed_seq_params=packed, **options
-            )
+            output, _ = TransformerLayer.forward(self, hidden, packed_seq_params=packed, **options)
             if self.layer_input is not None:
                 output = output + self.layer_input(output, taken[-1])
             lent = packed.lent[self._number] if self._lends else ()

@@ -56,8 +56,8 @@ class PackedSequences(PackedSeqParams):
     keys: KeyExchange | None = field(kw_only=True, default=None)
     # Replays and records the experts of the tokens; None: the routers choose.
     routing: PackRouting | None = field(kw_only=True, default=None)
-    # What layers take in this pass: each its input [tokens, 1, size], and some the keys and values of
-    # an earlier layer, which are here by its number.
+    # What layers take in this pass: each its input [tokens, 1, size], and some the keys and values
+    # of an earlier layer, which are here by its number.
     layer_inputs: tuple[Tensor, ...] = field(init=False, repr=False, default=())
     lent: dict[int, tuple[Tensor, ...]] = field(init=False, repr=False, default_factory=dict)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(

@@ -15,6 +15,7 @@ from mrlhf.inference.native.linear import Linear
 from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm, rotate_store
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention import attend
+from mrlhf.models.ops import torch_rotate
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Attention:
     scale: float  # of the products of queries and keys
     kv_heads: int  # of this rank
     norm: Tensor | None  # weight of the norm before attention, [hidden]
-    qkv: Linear  # x -> for each KV head its q heads, then its k, then its v
+    qkv: Linear  # x -> for each KV head its q heads, then its k, then its v, if `has_keys`
     head_norms: tuple[Tensor, Tensor] | None  # of each head of q and of k, [head_dim] each
     # of all q and of all k of all ranks; this rank's part of the weights
     projection_norms: tuple[Tensor, Tensor] | None
@@ -38,6 +39,7 @@ class Attention:
     has_gate: bool  # whether `qkv` gives after each q head a gate of its output
     keys_are_values: bool  # whether `qkv` gives no v, which is k before its norm
     norms_values: bool  # whether v has a norm without a weight
+    has_keys: bool = True  # else it reads those that another layer has stored
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -46,6 +48,8 @@ class Attention:
         head_dim = store[0].shape[-1]
         qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
         qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)
+        if not self.has_keys:
+            return self.proj(self._attend(self._rotate_queries(qkv, inputs), inputs, store))
         if self.keys_are_values:
             qkv = torch.cat([qkv, qkv[:, :, -1:]], dim=2)
         if self.norms_values:
@@ -59,11 +63,20 @@ class Attention:
             self._norm_projections(qkv, self.projection_norms)
 
         q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
-        context = attend(
+        context = self._attend(q, inputs, store)
+        return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
+
+    def _attend(self, q: Tensor, inputs: StepInputs, store: Layer) -> Tensor:
+        return attend(
             q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks,
             cap=self.cap,
         )  # fmt: skip
-        return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
+
+    def _rotate_queries(self, q: Tensor, inputs: StepInputs) -> Tensor:
+        assert self.head_norms is not None
+        cosines, sines = (table[inputs.positions] for table in self.tables)
+        normed = add_norm(q.flatten(0, 2), None, self.head_norms[0], self.eps).view_as(q)
+        return torch_rotate(normed, cosines, sines)
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
         """Normalise, in place, q over the heads of all ranks together, and k in the same way.

@@ -17,6 +17,7 @@ from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.delta_net import DeltaLayer
 from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.latent_attention import LatentAttention
+from mrlhf.inference.native.layer_inputs import LayerInput, LayerInputs, layer_input
 from mrlhf.inference.native.layer_weights import LayerWeights, norm_of
 from mrlhf.inference.native.linear import linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
@@ -44,6 +45,7 @@ class DecoderLayer:
     mlp: Mlp
     mlp_bias: Tensor | None
     mlp_output_norm: Tensor | None
+    input: LayerInput | None
     scalar: Tensor | None  # [1], by which the layer's output is multiplied
 
 
@@ -69,6 +71,7 @@ class Decoder:
         self._logits_divisor = spec.logits_divisor
 
         self._embedding = parameters[_EMBEDDING].to(dtype)
+        self._inputs = LayerInputs(spec, parameters, dtype) if spec.layer_input_size else None
         self._layers = [
             _layer(LayerWeights(spec, parameters, dtype, number), tables[number], parallel)
             for number in range(spec.num_layers)
@@ -107,15 +110,21 @@ class Decoder:
         Returns:
             float32 [rows, vocab_shard]: this rank's columns, without padding.
         """
-        hidden = self._embed(inputs.tokens)
+        hidden = self._scaled(self._rows(self._embedding, inputs.tokens))
+        own: Sequence[Tensor] = ()
+        if self._inputs is not None:
+            own = self._inputs(hidden, self._rows(self._inputs.table, inputs.tokens))
         delta: Tensor | None = None
         choices: list[Tensor] = []
-        for layer, store in zip(self._layers, cache, strict=True):
+        for number, (layer, store) in enumerate(zip(self._layers, cache, strict=True)):
             share = layer.attention(hidden, delta, inputs, store)
             delta = self._finish_block(share, layer.proj_bias, layer.proj_norm)
 
             share = layer.mlp(hidden, delta, choices)
             delta = self._finish_block(share, layer.mlp_bias, layer.mlp_output_norm)
+            if layer.input is not None:
+                hidden = hidden + delta
+                delta = layer.input(hidden, own[number])
             if layer.scalar is not None:
                 hidden = (hidden + delta) * layer.scalar
                 delta = None
@@ -146,14 +155,14 @@ class Decoder:
             delta = delta * self._residual_multiplier
         return delta
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [tokens, hidden]; each rank looks up its own rows."""
+    def _rows(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """Return the rows of the tokens, [tokens, columns]; each rank looks up its own."""
         if self._parallel.size == 1:
-            return self._scaled(F.embedding(tokens, self._embedding))
+            return F.embedding(tokens, table)
         local = tokens - self.vocab_start
-        absent = (local < 0) | (local >= len(self._embedding))
-        partial = F.embedding(local.masked_fill(absent, 0), self._embedding)
-        return self._scaled(self._parallel.sum(partial.masked_fill_(absent[:, None], 0)))
+        absent = (local < 0) | (local >= len(table))
+        partial = F.embedding(local.masked_fill(absent, 0), table)
+        return self._parallel.sum(partial.masked_fill_(absent[:, None], 0))
 
     def _scaled(self, embeddings: Tensor) -> Tensor:
         if self._embedding_multiplier == 1.0:
@@ -185,6 +194,7 @@ def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> D
         mlp=mlp_of_layer(weights),
         mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
         mlp_output_norm=norm_after("mlp.linear_fc2.output_norm.weight"),
+        input=layer_input(weights) if spec.layer_input_size else None,
         scalar=weights.tensor("layer_scalar") if spec.scales_layers else None,
     )
 
@@ -194,7 +204,8 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
     own = "self_attention."
     norms = None
     if spec.qk_norm != "none":
-        norms = (weights.norm(own + "q_layernorm.weight"), weights.norm(own + "k_layernorm.weight"))
+        q_norm = weights.norm(own + "q_layernorm.weight")
+        norms = (q_norm, weights.norm(own + "k_layernorm.weight") if spec.has_keys else q_norm)
     bias = weights.tensor(own + "linear_qkv.bias") if spec.qkv_bias else None
     return Attention(
         parallel=parallel,
@@ -213,6 +224,7 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
         has_gate=spec.output_gate,
         keys_are_values=spec.keys_are_values,
         norms_values=spec.norms_values,
+        has_keys=spec.has_keys,
     )
 
 

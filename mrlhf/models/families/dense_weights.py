@@ -108,9 +108,7 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
         scalar = ["layer_scalar"] if spec.scales_layers else []
         attention = _attention_parameters(spec.of_layer(layer), layer)
         added = LAYER_INPUT if spec.layer_input_size else {}
-        names += [
-            f"decoder.layers.{number}.{name}" for name in (*scalar, *attention, *mlp, *added)
-        ]
+        names += [f"decoder.layers.{number}.{name}" for name in (*scalar, *attention, *mlp, *added)]
 
     if chunk.is_last:
         names.append("decoder.final_layernorm.weight")
@@ -150,7 +148,7 @@ def _qkv_rows(spec: ModelSpec) -> dict[str, int]:
     rows = {"q": of_head * spec.num_heads * spec.head_dim}
     if not spec.has_keys:
         return rows
-    return rows | {letter: kv_rows for letter in ("k" if spec.keys_are_values else "kv")}
+    return rows | dict.fromkeys("k" if spec.keys_are_values else "kv", kv_rows)
 
 
 def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
