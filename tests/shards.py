@@ -47,6 +47,19 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 4,
     },
+    # The values that the last layers share are keys in one of two layers.
+    "gemma4_text_linked": {
+        "head_dim": 4,
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 37,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 4,
+    },
     "qwen3_5_text": {"tie_word_embeddings": True, **_HYBRID, "num_key_value_heads": 2},
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
@@ -138,7 +151,8 @@ def tiny_config(model: str) -> PretrainedConfig:
     if model in _MIXTURE:
         sizes |= {"num_experts_per_tok": 2, **_MIXTURE[model]}
         return AutoConfig.for_model(model, **sizes)
-    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
+    model_type = model.removesuffix("_tied").removesuffix("_linked")
+    return AutoConfig.for_model(model_type, **(sizes | _FAMILY[model]))
 
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:

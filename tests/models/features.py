@@ -153,13 +153,13 @@ def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             hidden_size_per_layer_input=0,
             layer_types=by_turns,
         ),
-        # Two layers of each kind have keys that a later one of the kind does not share.
+        # The keys of the first layer are no other's.
         "gemma4-linked": Gemma4TextConfig(
-            **of_gemma4 | {"num_hidden_layers": 7},
-            layer_types=[*["full_attention", "sliding_attention"] * 3, "full_attention"],
+            **of_gemma4 | {"num_hidden_layers": 5},
+            layer_types=["sliding_attention", *by_turns[:4]],
             hidden_size_per_layer_input=10,
             vocab_size_per_layer_input=sizes["vocab_size"],
-            num_kv_shared_layers=3,
+            num_kv_shared_layers=2,
             use_double_wide_mlp=True,
         ),
     }

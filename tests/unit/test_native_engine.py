@@ -75,7 +75,11 @@ def test_greedy_equals_transformers_generate(name):
 
 
 @pytest.mark.parametrize(
-    "name", ("llama", "qwen2-tied", "phi3", "gemma4", "mixtral", "qwen2-moe", "deepseek-v3")
+    "name",
+    (
+        *("llama", "qwen2-tied", "phi3", "gemma4", "gemma4-linked", "mixtral", "qwen2-moe"),
+        "deepseek-v3",
+    ),
 )
 def test_adapters_are_added_as_in_transformers(name, tmp_path):
     model = adapted_model(name, tmp_path / "adapter")
@@ -182,7 +186,9 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
         assert sample.logprobs == pytest.approx(likeliest.tolist(), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma2", "gemma3", "gemma4", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3-moe", "gemma2", "gemma3", "gemma4", "gemma4-linked", "gpt-oss"]
+)
 def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     model = hf_model(name, torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)
@@ -207,7 +213,13 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek-v3", "gemma4"))],
+    [
+        "qwen3",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("deepseek-v3", "gemma4", "gemma4-linked")
+        ),
+    ],
 )
 def test_preemption_chunks_and_shared_prefixes_change_nothing(name):
     model = hf_model(name)
@@ -255,7 +267,10 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma2", "gemma4", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3-5"],
+    [
+        *("gemma2", "gemma4", "gemma4-linked", "gpt-oss", "deepseek-v3", "glm4-moe-lite"),
+        *("qwen3-next", "qwen3-5"),
+    ],
 )
 def test_each_turn_of_a_conversation_is_that_of_transformers(name):
     """Later turns begin with all that was said; what is kept of it makes no difference."""

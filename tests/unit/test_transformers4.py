@@ -95,7 +95,10 @@ REFUSED = {
     "olmo3": "NoneType",
     "olmo2": "`rope_scaling` must be",
     **dict.fromkeys(
-        ("deepseek-v32", "gemma4", "glm4-moe-lite", "glm-moe-dsa", "qwen3-5", "qwen3-5-moe"),
+        (
+            *("deepseek-v32", "gemma4", "gemma4-linked", "glm4-moe-lite", "glm-moe-dsa"),
+            *("qwen3-5", "qwen3-5-moe"),
+        ),
         "does not recognize this architecture",
     ),
     # It has no classifier of these families.
