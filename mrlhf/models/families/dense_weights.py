@@ -114,7 +114,7 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
         names.append("decoder.final_layernorm.weight")
         if not (spec.output_is_embedding and chunk.is_first):
             names.append("output_layer.weight")
-    if spec.layer_input_size:
+    if spec.layer_input_size and chunk.is_first:
         names += [f"layer_inputs.{name}.weight" for name in ("table", "projection", "norm")]
     return names
 
