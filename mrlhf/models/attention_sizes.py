@@ -83,6 +83,13 @@ def attention_kinds(spec: ModelSpec) -> tuple[tuple[AttentionSizes, float], ...]
 
 
 @lru_cache(maxsize=8)
+def dense_widths(spec: ModelSpec) -> tuple[tuple[int, float], ...]:
+    """Return each width that a dense MLP would have, and its share of the layers."""
+    widths = Counter(spec.of_layer(layer).ffn_size for layer in range(spec.num_layers))
+    return tuple((width, count / spec.num_layers) for width, count in widths.items())
+
+
+@lru_cache(maxsize=8)
 def attention_of(spec: ModelSpec) -> AttentionSizes:
     """Return the sizes of attention with the heads of `spec`; see `ModelSpec.of_layer`."""
     if spec.latent is not None:

@@ -86,7 +86,7 @@ def _frozen_products(spec: ModelSpec) -> tuple[float, int]:
 
     of_token = 0.0
     for name in spec.frozen:
-        if len(shapes[name]) == 2 and ".layers." in name:
+        if len(shapes[name]) == 2 and (".layers." in name or "_projection." in name):
             of_token += math.prod(shapes[name]) * (chosen if ".experts." in name else 1.0)
     return of_token, math.prod(shapes[head]) if head in spec.frozen else 0
 
