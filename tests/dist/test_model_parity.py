@@ -117,6 +117,7 @@ MIXTURE_RECOMPUTE: dict[str, Recompute] = {
     "qwen3-5": "full",
     "qwen3-5-adapted": "none",
     "gpt-oss-adapted": "full",
+    "gemma4-linked-adapted": "full",
     "qwen3-5-moe": "core_attn",
 }
 # By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
@@ -167,9 +168,10 @@ INDEXER_LAYOUTS = {
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each model its config.json, its weights, and what transformers computes from them."""
     root = tmp_path_factory.mktemp("references")
-    mixtures = mixture_configs(SIZES)
-    adapted = {f"{name}-adapted": mixtures[name] for name in ("qwen3-5", "gpt-oss")}
-    for name, config in (_configs() | mixtures | adapted).items():
+    configs = _configs() | mixture_configs(SIZES)
+    of_adapted = ("qwen3-5", "gpt-oss", "gemma4-linked")
+    adapted = {f"{name}-adapted": configs[name] for name in of_adapted}
+    for name, config in (configs | adapted).items():
         save_reference(root / name, config, is_adapted=name in adapted)
     return root
 
@@ -297,6 +299,8 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
     cases = [(sizes, names) for sizes in MIXTURE_LAYOUTS[world_size]]
     cases += [(sizes, ("gpt-oss",)) for sizes in SINK_LAYOUTS[world_size]]
     cases += [(sizes, ("deepseek-v32", "glm-moe-dsa")) for sizes in INDEXER_LAYOUTS[world_size]]
+    if world_size == 2:  # whose adapters are on layers that every rank has whole, too
+        cases.append((AxisSizes(tp=2), ("gemma4-linked-adapted",)))
     for worst in run_ranks(world_size, _mixture_parity, str(references), cases):
         assert max(worst.values()) < 1e-4, worst
 
