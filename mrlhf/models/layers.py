@@ -122,20 +122,13 @@ def linked_layer(spec: ModelSpec, layer: int, dense: ModuleSpec) -> ModuleSpec:
     """Return the dense layer that takes, or lends, more than hidden states."""
     assert spec.scales_layers, "the layers that are linked are scaled, too"
     own = spec.of_layer(layer)
-    source = spec.key_layer(layer)
-    lends = source == layer and spec.key_layers.count(layer) > 1
     attention = dense.submodules.self_attention
-    if own.has_keys:
-        attention = replace(attention, params=attention.params | {"lends": lends})
-    else:
+    if not own.has_keys:
         queries = replace(attention.submodules, linear_qkv=QueriesLinear, k_layernorm=IdentityOp)
-        params = attention.params | {"spec": own, "source": source}
+        params = attention.params | {"spec": own}
         attention = replace(attention, params=params, submodules=queries)
-    return ModuleSpec(
-        module=LinkedLayer,
-        params={"spec": own, "source": source, "lends": lends},
-        submodules=replace(dense.submodules, self_attention=attention),
-    )
+    submodules = replace(dense.submodules, self_attention=attention)
+    return ModuleSpec(LinkedLayer, {"spec": spec, "number": layer}, submodules)
 
 
 def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:

@@ -78,58 +78,49 @@ class LayerInputs(torch.nn.Module):
 
 
 class LinkedLayer(TransformerLayer):
-    """A layer that takes an input of its own, or keys and values, or lends its keys and values.
+    """The layer with this `number`, from 0, of a model whose layers take more than hidden states.
 
     Its output is multiplied by a number that is not trained.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *arguments: Any,
-        spec: ModelSpec,
-        source: int,
-        lends: bool,
-        **options: Any,
+        self, config: TransformerConfig, *, spec: ModelSpec, number: int, **options: Any
     ) -> None:
-        """Make the layer of `spec`, which has its width; `source` is the layer that it attends to.
-
-        Layers are numbered from 0 in the model. `lends` says whether others attend to this one.
-        """
         config = copy(config)
-        config.ffn_hidden_size = spec.ffn_size
-        super().__init__(config, *arguments, **options)
-        self.layer_scalar = whole_parameter(config, 1, value=1.0).requires_grad_(False)
-        self._number = self.layer_number - 1
-        self._source = source
-        self._lends = lends
+        config.ffn_hidden_size = spec.of_layer(number).ffn_size
+        super().__init__(config, **options)
+        self._number = number
         self._recomputes = config.recompute_granularity == "full"
+        self.layer_scalar = whole_parameter(config, 1, value=1.0).requires_grad_(False)
         self.layer_input = LayerInput(config, spec) if spec.layer_input_size else None
+        if spec.key_layer(number) != number:
+            self.self_attention.source = spec.key_layer(number)
+        self.self_attention.lends = spec.key_layers.count(number) > 1
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **options: Any
     ) -> tuple[Tensor, None]:
         """Compute the layer, as TransformerLayer does."""
         packed = packed_seq_params
-        borrows = self._source != self._number
-        taken = list(packed.lent[self._source]) if borrows else []
+        source = self.self_attention.source
+        taken = [] if source is None else list(packed.lent[source])
         if self.layer_input is not None:
             taken.append(packed.layer_inputs[self._number])
 
         def compute(hidden: Tensor, *taken: Tensor) -> tuple[Tensor, ...]:
-            if borrows:  # the backward pass computes with tensors that have gradients of their own
-                packed.lent[self._source] = taken[:2]
+            if source is not None:  # in the backward pass these have gradients of their own
+                packed.lent[source] = taken[:2]
             output, _ = TransformerLayer.forward(self, hidden, packed_seq_params=packed, **options)
             if self.layer_input is not None:
                 output = output + self.layer_input(output, taken[-1])
-            lent = packed.lent[self._number] if self._lends else ()
+            lent = packed.lent[self._number] if self.self_attention.lends else ()
             return output * self.layer_scalar, *lent
 
         if self._recomputes and torch.is_grad_enabled():
             output, *lent = checkpoint(compute, False, hidden_states, *taken)
         else:
             output, *lent = compute(hidden_states, *taken)
-        if self._lends:
+        if lent:
             packed.lent[self._number] = tuple(lent)
         return output, None
 
@@ -147,18 +138,13 @@ class GPTLinkedModel(GPTHiddenModel):
         self.decoder.config.recompute_granularity = None
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedSequences,
-        **options: Any,
+        self, input_ids: Tensor, position_ids: Tensor, *arguments: Any, **options: Any
     ) -> Tensor:
         """Return the hidden states, as GPTHiddenModel does."""
         embeddings = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if self.layer_inputs is not None:
-            packed_seq_params.layer_inputs = self.layer_inputs(input_ids, embeddings)
-        options |= {"decoder_input": embeddings, "packed_seq_params": packed_seq_params}
-        output: Tensor = super().forward(input_ids, position_ids, attention_mask, **options)
+            packed: PackedSequences = options["packed_seq_params"]
+            packed.layer_inputs = self.layer_inputs(input_ids, embeddings)
+        options["decoder_input"] = embeddings
+        output: Tensor = super().forward(input_ids, position_ids, *arguments, **options)
         return output

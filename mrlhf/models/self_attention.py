@@ -93,6 +93,8 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
 
     Attributes:
         sinks: [heads of the rank], see `attention.attend`; None: the model has none.
+        source: the layer to whose keys and values it attends, from 0; None: to its own.
+        lends: whether other layers attend to its own.
     """
 
     def __init__(
@@ -101,15 +103,9 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         *,
         spec: ModelSpec,
         rope: Rope | None,
-        source: int | None = None,
-        lends: bool = False,
         **options: Any,
     ) -> None:
-        """Make the attention of a layer; `spec` has its heads, which may be others than most.
-
-        It attends to the keys and values of the layer `source`, if given; `lends` says whether
-        others attend to its own. Layers are numbered from 0.
-        """
+        """Make the attention of a layer; `spec` has its heads, which may be others than most."""
         config = copy(config)
         config.num_query_groups = spec.num_kv_heads
         config.kv_channels = spec.head_dim
@@ -119,8 +115,8 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         self._norms_values = spec.norms_values
         # of each KV head, in `linear_qkv`
         self._stored = (1 if spec.keys_are_values else 2) * spec.has_keys
-        self._source = source
-        self._lends = lends
+        self.source: int | None = None
+        self.lends = False
         self.recomputes = self.checkpoint_core_attention
         self.sinks: torch.nn.Parameter | None = None
         if spec.has_sinks:
@@ -134,10 +130,10 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         """
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         kv_heads = self.config.num_query_groups
-        if self._source is not None:
+        if self.source is not None:
             heads = (max(1, kv_heads // self.world_size), -1, self.hidden_size_per_attention_head)
             query = self.q_layernorm(mixed.unflatten(-1, heads))
-            return query, *packed.lent[self._source]
+            return query, *packed.lent[self.source]
 
         if self.world_size > kv_heads:
             query, key, value = self._gather_shares(mixed)
@@ -158,7 +154,7 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         if self._norms_values:
             ones = torch.ones(value.shape[-1], dtype=torch.float32, device=value.device)
             value = wide_rms_norm(value, ones, self.config.layernorm_epsilon)
-        if self._lends:
+        if self.lends:
             packed.lent[self.layer_number - 1] = (key, value)
         return query, key, value, *gate
 

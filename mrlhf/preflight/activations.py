@@ -97,7 +97,9 @@ class Activations:
                 held += self._table * (self.spec.output_is_embedding and stages.count == 1)
             yield held + self._backward(layers_of[chunk])
             if numbers[chunk] == 0:
-                yield held - kept[chunk] + self._residual + max(self._table, self._input_table)
+                inputs = self.spec.num_layers * self.spec.layer_input_size  # columns of their table
+                table = self._table * max(1, inputs / self.spec.hidden_size)
+                yield held - kept[chunk] + self._residual + table
 
     @property
     def _tokens(self) -> float:
@@ -127,12 +129,6 @@ class Activations:
     def _table(self) -> float:
         """The gradient of the embedding, or of the output layer, before it is added up."""
         return self._weight * self.spec.vocab_size * self.spec.hidden_size
-
-    @property
-    def _input_table(self) -> float:
-        """The gradient of the table of all layers' inputs."""
-        spec = self.spec
-        return self._weight * spec.vocab_size * spec.num_layers * spec.layer_input_size
 
     def _kept(self, layer: int, recompute: str | None = None) -> float:
         is_mixture = self.spec.has_experts(layer)

@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.native.linear import Linear
-from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm, rotate_store
+from mrlhf.inference.native.operators import (
+    Layer,
+    StepInputs,
+    Tables,
+    add_norm,
+    rotate_queries,
+    rotate_store,
+)
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention import attend
-from mrlhf.models.ops import torch_rotate
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Attention:
     has_gate: bool  # whether `qkv` gives after each q head a gate of its output
     keys_are_values: bool  # whether `qkv` gives no v, which is k before its norm
     norms_values: bool  # whether v has a norm without a weight
-    has_keys: bool = True  # else it reads those that another layer has stored
+    has_keys: bool  # else it reads those that another layer has stored
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -48,8 +54,6 @@ class Attention:
         head_dim = store[0].shape[-1]
         qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
         qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)
-        if not self.has_keys:
-            return self.proj(self._attend(self._rotate_queries(qkv, inputs), inputs, store))
         if self.keys_are_values:
             qkv = torch.cat([qkv, qkv[:, :, -1:]], dim=2)
         if self.norms_values:
@@ -62,21 +66,15 @@ class Attention:
         if self.projection_norms is not None:
             self._norm_projections(qkv, self.projection_norms)
 
-        q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
-        context = self._attend(q, inputs, store)
-        return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
-
-    def _attend(self, q: Tensor, inputs: StepInputs, store: Layer) -> Tensor:
-        return attend(
+        if self.has_keys:
+            q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
+        else:
+            q = rotate_queries(qkv, self.head_norms, self.eps, self.tables, inputs)
+        context = attend(
             q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks,
             cap=self.cap,
         )  # fmt: skip
-
-    def _rotate_queries(self, q: Tensor, inputs: StepInputs) -> Tensor:
-        assert self.head_norms is not None
-        cosines, sines = (table[inputs.positions] for table in self.tables)
-        normed = add_norm(q.flatten(0, 2), None, self.head_norms[0], self.eps).view_as(q)
-        return torch_rotate(normed, cosines, sines)
+        return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
 
     def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
         """Normalise, in place, q over the heads of all ranks together, and k in the same way.

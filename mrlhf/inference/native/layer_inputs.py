@@ -5,8 +5,7 @@ Every rank has these weights whole, but for the table, whose rows are split like
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,10 @@ from mrlhf.inference.native.linear import Linear, linear
 from mrlhf.inference.native.operators import add_norm
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models.ops import gated
-from mrlhf.models.spec import Activation, ModelSpec
+from mrlhf.models.spec import ModelSpec
+
+LayerInput = Callable[[Tensor, Tensor], Tensor]
+"""The function of hidden states [tokens, hidden] and a layer's input of them [tokens, size]."""
 
 
 class LayerInputs:
@@ -43,30 +45,15 @@ class LayerInputs:
         return inputs.split(size, dim=-1)
 
 
-@dataclass(frozen=True)
-class LayerInput:
-    """What a layer adds of its input, as `models.linked_layers.LayerInput`."""
-
-    gate: Linear
-    projection: Linear
-    norm: Tensor
-    eps: float
-    activation: Activation
-
-    def __call__(self, hidden: Tensor, own: Tensor) -> Tensor:
-        """Map hidden [tokens, hidden] and the layer's input [tokens, size] to [tokens, hidden]."""
-        both = torch.cat([self.gate(hidden), own], dim=-1)
-        return add_norm(self.projection(gated(both, self.activation)), None, self.norm, self.eps)
-
-
 def layer_input(weights: LayerWeights) -> LayerInput:
-    """Return that of a layer."""
+    """Return what a layer adds of its input."""
     spec = weights.spec
-    own = "layer_input."
-    return LayerInput(
-        gate=weights.linear(own + "gate.weight"),
-        projection=weights.linear(own + "projection.weight"),
-        norm=weights.norm(own + "norm.weight"),
-        eps=spec.norm_eps,
-        activation=spec.activation,
-    )
+    gate = weights.linear("layer_input.gate.weight")
+    projection = weights.linear("layer_input.projection.weight")
+    norm = weights.norm("layer_input.norm.weight")
+
+    def added(hidden: Tensor, own: Tensor) -> Tensor:
+        both = torch.cat([gate(hidden), own], dim=-1)
+        return add_norm(projection(gated(both, spec.activation)), None, norm, spec.norm_eps)
+
+    return added

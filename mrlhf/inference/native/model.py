@@ -222,8 +222,8 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
         sinks=weights.tensor(own + "sinks") if spec.has_sinks else None,
         cap=spec.attention_cap,
         has_gate=spec.output_gate,
-        keys_are_values=spec.keys_are_values,
-        norms_values=spec.norms_values,
+        keys_are_values=spec.keys_are_values and spec.has_keys,
+        norms_values=spec.norms_values and spec.has_keys,
         has_keys=spec.has_keys,
     )
 

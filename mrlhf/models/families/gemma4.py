@@ -133,18 +133,10 @@ def _layer_input_size(config: dict[str, Any]) -> int:
 
 def _of_other_parts(spec: ModelSpec) -> tuple[str, ...]:
     """What reads images and sounds; and keys and values that published files hold in vain."""
-    in_vain = [
-        f"{root}layers.{layer}.self_attn.{part}_"
-        for root in ("model.", "model.language_model.")
-        for layer, own in enumerate(spec.key_layers)
-        for part in ("k", "v")
-        if own != layer
-    ]
-    return (
-        *("model.vision_tower.", "model.embed_vision."),
-        *("model.audio_tower.", "model.embed_audio."),
-        *in_vain,
-    )
+    borrowers = [layer for layer, own in enumerate(spec.key_layers) if own != layer]
+    in_vain = [f"layers.{layer}.self_attn.{part}_" for layer in borrowers for part in "kv"]
+    others = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", *in_vain)
+    return tuple(root + part for root in ("model.", "model.language_model.") for part in others)
 
 
 GEMMA4 = replace(
