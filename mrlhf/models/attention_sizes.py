@@ -101,12 +101,7 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
     copies = 3 if spec.qk_norm == "none" else 4
     gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
-    kept = copies * queries + 3 * gates
-    if spec.has_keys:
-        # A norm of values gives one more copy of them; if they are the keys, they are no other.
-        kept += copies * keys + (projected - keys) * spec.norms_values
-    else:
-        kept += keys  # which it rotates once more
+    of_keys = copies * keys if spec.has_keys else keys  # those of others it rotates once more
     return AttentionSizes(
         products=(
             Product(hidden, queries + gates + projected, dim=0),
@@ -114,7 +109,8 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
         ),
         pair_products=2 * queries,
         keys_and_values=2 * keys,
-        kept=kept,
+        # A norm of values gives one more copy of them; if they are the keys, they are no other.
+        kept=copies * queries + of_keys + 3 * gates + max(0, projected - keys) * spec.norms_values,
         cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
         caches=spec.has_keys,
     )

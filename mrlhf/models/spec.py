@@ -295,9 +295,9 @@ class ModelSpec:
 
     def of_layer(self, layer: int) -> ModelSpec:
         """The model with the heads and the width of the layer with this number."""
-        is_global = self.global_heads is not None and self.windows[layer] is None
-        borrows = self.key_layer(layer) != layer
-        return _of_kind(self, is_global, borrows) if is_global or borrows else self
+        has_others = self.global_heads is not None and self.windows[layer] is None
+        kind = _with_global_heads(self) if has_others else self
+        return kind if self.key_layer(layer) == layer else _borrowing(kind)
 
     def key_layer(self, layer: int) -> int:
         """The layer whose keys and values the layer with this number attends to."""
@@ -428,18 +428,22 @@ class ModelSpec:
 
 
 @lru_cache(maxsize=8)
-def _of_kind(spec: ModelSpec, is_global: bool, borrows: bool) -> ModelSpec:
-    """The model whose layers are all as those without a window, or as those that borrow keys."""
-    changes: dict[str, Any] = {"global_heads": None, "key_layers": ()}
-    if is_global:
-        heads = spec.global_heads
-        assert heads is not None
-        changes |= {
-            "num_kv_heads": heads.kv_heads,
-            "head_dim": heads.head_dim,
-            "rotary_dim": heads.head_dim,
-            "keys_are_values": heads.keys_are_values,
-        }
-    if borrows:
-        changes |= {"has_keys": False, "ffn_size": spec.borrower_ffn_size or spec.ffn_size}
-    return replace(spec, **changes)
+def _with_global_heads(spec: ModelSpec) -> ModelSpec:
+    """The model with the heads of its layers without a window in all layers."""
+    heads = spec.global_heads
+    assert heads is not None
+    return replace(
+        spec,
+        num_kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        rotary_dim=heads.head_dim,
+        keys_are_values=heads.keys_are_values,
+        global_heads=None,
+    )
+
+
+@lru_cache(maxsize=8)
+def _borrowing(spec: ModelSpec) -> ModelSpec:
+    """The model whose layers all attend to the keys and values of others."""
+    width = spec.borrower_ffn_size or spec.ffn_size
+    return replace(spec, has_keys=False, key_layers=(), ffn_size=width)

@@ -21,28 +21,23 @@ LayerInput = Callable[[Tensor, Tensor], Tensor]
 """The function of hidden states [tokens, hidden] and a layer's input of them [tokens, size]."""
 
 
-class LayerInputs:
-    """The input of each layer; `table` has this rank's rows."""
+def layer_inputs(
+    spec: ModelSpec, parameters: Parameters, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Sequence[Tensor]]:
+    """Return the function of embeddings [tokens, hidden], and of the tokens' rows of the table,
+    which gives [tokens, size] for each layer.
+    """
+    name = "layer_inputs.projection.weight"
+    projection: Linear = parameters.made_of(name, lambda: linear(parameters[name].to(dtype)))
+    norm = norm_of(spec, parameters, dtype, "layer_inputs.norm.weight")
+    size = spec.layer_input_size
 
-    def __init__(self, spec: ModelSpec, parameters: Parameters, dtype: torch.dtype) -> None:
-        self._spec = spec
-        self._scale = spec.layer_input_scale(dtype)
-        self.table = parameters["layer_inputs.table.weight"].to(dtype)
-        name = "layer_inputs.projection.weight"
-        self._projection: Linear = parameters.made_of(
-            name, lambda: linear(parameters[name].to(dtype))
-        )
-        self._norm = norm_of(spec, parameters, dtype, "layer_inputs.norm.weight")
+    def compute(embeddings: Tensor, rows: Tensor) -> Sequence[Tensor]:
+        projected = projection(embeddings) * spec.hidden_size**-0.5
+        normed = add_norm(projected.view(-1, size), None, norm, spec.norm_eps).view_as(rows)
+        return ((normed + rows * spec.layer_input_scale(dtype)) * 2**-0.5).split(size, dim=-1)
 
-    def __call__(self, embeddings: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        """Return [tokens, size] for each layer, of embeddings [tokens, hidden] and the tokens' rows
-        of the table.
-        """
-        size = self._spec.layer_input_size
-        projected = self._projection(embeddings) * self._spec.hidden_size**-0.5
-        normed = add_norm(projected.view(-1, size), None, self._norm, self._spec.norm_eps)
-        inputs = (normed.view_as(rows) + rows * self._scale) * 2**-0.5
-        return inputs.split(size, dim=-1)
+    return compute
 
 
 def layer_input(weights: LayerWeights) -> LayerInput:

@@ -17,7 +17,7 @@ from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.delta_net import DeltaLayer
 from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.latent_attention import LatentAttention
-from mrlhf.inference.native.layer_inputs import LayerInput, LayerInputs, layer_input
+from mrlhf.inference.native.layer_inputs import LayerInput, layer_input, layer_inputs
 from mrlhf.inference.native.layer_weights import LayerWeights, norm_of
 from mrlhf.inference.native.linear import linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
@@ -71,7 +71,10 @@ class Decoder:
         self._logits_divisor = spec.logits_divisor
 
         self._embedding = parameters[_EMBEDDING].to(dtype)
-        self._inputs = LayerInputs(spec, parameters, dtype) if spec.layer_input_size else None
+        self._layer_inputs = None
+        if spec.layer_input_size:
+            self._table = parameters["layer_inputs.table.weight"].to(dtype)
+            self._layer_inputs = layer_inputs(spec, parameters, dtype)
         self._layers = [
             _layer(LayerWeights(spec, parameters, dtype, number), tables[number], parallel)
             for number in range(spec.num_layers)
@@ -112,8 +115,8 @@ class Decoder:
         """
         hidden = self._scaled(self._rows(self._embedding, inputs.tokens))
         own: Sequence[Tensor] = ()
-        if self._inputs is not None:
-            own = self._inputs(hidden, self._rows(self._inputs.table, inputs.tokens))
+        if self._layer_inputs is not None:
+            own = self._layer_inputs(hidden, self._rows(self._table, inputs.tokens))
         delta: Tensor | None = None
         choices: list[Tensor] = []
         for number, (layer, store) in enumerate(zip(self._layers, cache, strict=True)):
