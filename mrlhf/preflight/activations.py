@@ -47,7 +47,7 @@ def layer_bytes(
     of_heads = 2 * attention.kept
     of_tokens = 8 * spec.hidden_size + 2 * attention.kept_whole
     if spec.layer_input_size:
-        of_tokens += inputs + 4 * spec.hidden_size + 8 * spec.layer_input_size
+        of_tokens += inputs + 4 * spec.hidden_size + 6 * spec.layer_input_size
     experts = spec.experts
     if experts is None or is_mixture is False:
         own = spec if layer is None else spec.of_layer(layer)

@@ -31,11 +31,12 @@ def layer_inputs(
     projection: Linear = parameters.made_of(name, lambda: linear(parameters[name].to(dtype)))
     norm = norm_of(spec, parameters, dtype, "layer_inputs.norm.weight")
     size = spec.layer_input_size
+    scale = spec.layer_input_scale(dtype)
 
     def compute(embeddings: Tensor, rows: Tensor) -> Sequence[Tensor]:
         projected = projection(embeddings) * spec.hidden_size**-0.5
         normed = add_norm(projected.view(-1, size), None, norm, spec.norm_eps).view_as(rows)
-        return ((normed + rows * spec.layer_input_scale(dtype)) * 2**-0.5).split(size, dim=-1)
+        return ((normed + rows * scale) * 2**-0.5).split(size, dim=-1)
 
     return compute
 
