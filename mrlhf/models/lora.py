@@ -8,7 +8,6 @@ every layout, and to peft. Pure: this file knows no modules and no ranks.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,8 +18,7 @@ A = ".lora_A.weight"
 B = ".lora_B.weight"
 MODULE = "adapters"
 """The name of the module that holds the adapters of a linear layer."""
-# Parts of the names of layers that every rank has whole, routers aside.
-_IS_WHOLE = re.compile(r"\.(self_attn\.|per_layer_)")
+_WHOLE = (".self_attn.", ".per_layer_")  # in names of layers that ranks have whole, but routers
 
 
 def is_adapter(tensor: str) -> bool:
@@ -56,7 +54,7 @@ def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
 
 def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
     """Return the linear layers of a parameter that have an adapter; routers only if named."""
-    is_router = rule.dim is None and not _IS_WHOLE.search(rule.names[0])
+    is_router = rule.dim is None and not any(part in rule.names[0] for part in _WHOLE)
     if spec.lora is None or (is_router and spec.lora.targets is None):
         return []
     return [layer for layer in linear_layers(rule, shapes) if spec.lora.adapts(layer)]

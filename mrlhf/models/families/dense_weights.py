@@ -33,7 +33,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 
 EMBEDDING = "model.embed_tokens.weight"
-LAYER_INPUTS = "model.embed_tokens_per_layer.weight"
+INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 # The parameters by which a layer adds its own input of a token, and their tensors.
@@ -51,7 +51,7 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
     if spec.layer_input_size:
         width = spec.num_layers * spec.layer_input_size
-        shapes[LAYER_INPUTS] = (spec.vocab_size, width)
+        shapes[INPUT_TABLE] = (spec.vocab_size, width)
         shapes["model.per_layer_model_projection.weight"] = (width, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (spec.layer_input_size,)
     for layer in range(spec.num_layers):
@@ -243,7 +243,7 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": Rule(("model.norm.weight",), dim=None),
         "output_layer.weight": output,
-        "layer_inputs.table.weight": Rule((LAYER_INPUTS,), dim=0),
+        "layer_inputs.table.weight": Rule((INPUT_TABLE,), dim=0),
         "layer_inputs.projection.weight": projection,
         "layer_inputs.norm.weight": Rule(("model.per_layer_projection_norm.weight",), dim=None),
     }
