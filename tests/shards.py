@@ -48,6 +48,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": None, "num_key_value_heads": 8},
     "gemma4_text": _GEMMA_4,
+    # The values that the last layers share are keys in one of two layers.
+    "gemma4_text_linked": _GEMMA_4
+    | {
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 37,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "qwen3_5_text": {"tie_word_embeddings": True, **_HYBRID, "num_key_value_heads": 2},
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
@@ -146,7 +154,8 @@ def tiny_config(model: str) -> PretrainedConfig:
     if model in _MIXTURE:
         sizes |= {"num_experts_per_tok": 2, **_MIXTURE[model]}
         return AutoConfig.for_model(model.replace("gemma4_moe", "gemma4_text"), **sizes)
-    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
+    model_type = model.removesuffix("_tied").removesuffix("_linked")
+    return AutoConfig.for_model(model_type, **(sizes | _FAMILY[model]))
 
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:

@@ -51,7 +51,7 @@ class StateShape:
 class CacheShape:
     """The cache of one rank, without its number of blocks."""
 
-    # of each layer that has keys and values: KV heads on the rank, and numbers stored of one
+    # of each layer that caches keys and values: KV heads on the rank, and numbers stored of one
     heads: tuple[tuple[int, int], ...]
     itemsize: int  # bytes of a number
     block_size: int  # tokens in a block
@@ -60,6 +60,8 @@ class CacheShape:
     # values are so many first numbers of the keys; None: they are stored beside them
     values_in_keys: int | None = None
     states: StateShape | None = None  # None if all layers have keys and values
+    # for each layer the number of the one above that it reads; empty if each has its own
+    reads: tuple[int, ...] = ()
 
     @classmethod
     def on_rank(
@@ -71,7 +73,9 @@ class CacheShape:
         experts: Experts | None = None,
     ) -> CacheShape:
         """Return the cache of a model on one of `tp_size` ranks."""
-        layers = [sizes.cached for sizes in attention_layers(spec) if sizes.cached.heads]
+        every = attention_layers(spec)
+        layers = [sizes.cached for sizes in every if sizes.cached.heads and sizes.caches]
+        owners = sorted(set(spec.key_layers))
         return cls(
             heads=tuple((some.on_rank(tp_size), some.key_dim + some.index_dim) for some in layers),
             itemsize=itemsize,
@@ -79,6 +83,7 @@ class CacheShape:
             experts=experts,
             values_in_keys=layers[0].values_in_keys if layers else None,
             states=None if spec.delta is None else StateShape.on_rank(spec.delta, tp_size),
+            reads=tuple(map(owners.index, spec.key_layers)),
         )
 
     @property
@@ -106,7 +111,9 @@ class CacheShape:
         return sum(self.states.layers) * of_layer
 
     def in_order(self, paged: Sequence[Store], states: Sequence[Store]) -> list[Store]:
-        """Return what each layer stores, from that of layers with keys and of those with states."""
+        """Return what each layer reads, from that of layers with keys and of those with states."""
+        if self.reads:
+            return [paged[number] for number in self.reads]
         if self.states is None:
             return list(paged)
         with_keys, with_states = iter(paged), iter(states)

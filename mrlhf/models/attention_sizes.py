@@ -54,7 +54,8 @@ class AttentionSizes:
     pair_products: int
     keys_and_values: int  # of a token, which context parallelism exchanges
     kept: int  # of a token for the backward pass, beside the layer's input
-    cached: CachedHeads
+    cached: CachedHeads  # what it reads for each token that it sees
+    caches: bool = True  # whether that is its own, and not another layer's
     kept_whole: int = 0  # beside `kept`, which ranks share out: of all tokens on a rank
     # `pair_products` of the engine, which may attend in another way; None: in the same
     engine_pair_products: int | None = None
@@ -92,6 +93,13 @@ def attention_kinds(spec: ModelSpec) -> tuple[tuple[AttentionSizes, float], ...]
 
 
 @lru_cache(maxsize=8)
+def dense_widths(spec: ModelSpec) -> tuple[tuple[int, float], ...]:
+    """Return each width that a dense MLP would have, and its share of the layers."""
+    widths = Counter(spec.of_layer(layer).ffn_size for layer in range(spec.num_layers))
+    return tuple((width, count / spec.num_layers) for width, count in widths.items())
+
+
+@lru_cache(maxsize=8)
 def attention_of(spec: ModelSpec) -> AttentionSizes:
     """Return the sizes of attention with the heads of `spec`; see `ModelSpec.of_layer`."""
     if spec.latent is not None:
@@ -99,10 +107,11 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
     hidden = spec.hidden_size
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
-    projected = keys if spec.keys_are_values else 2 * keys
+    projected = keys * (1 if spec.keys_are_values else 2) * spec.has_keys
     # Heads of q and of k: what the linear layer gives, they rotated, and normed if they are.
     copies = 3 if spec.qk_norm == "none" else 4
     gates = queries if spec.output_gate else 0  # they, their sigmoid, the product are kept
+    of_keys = copies * keys if spec.has_keys else keys  # those of others it rotates once more
     return AttentionSizes(
         products=(
             Product(hidden, queries + gates + projected, dim=0),
@@ -111,8 +120,9 @@ def attention_of(spec: ModelSpec) -> AttentionSizes:
         pair_products=2 * queries,
         keys_and_values=2 * keys,
         # A norm of values gives one more copy of them; if they are the keys, they are no other.
-        kept=copies * (queries + keys) + 3 * gates + (projected - keys) * spec.norms_values,
+        kept=copies * queries + of_keys + 3 * gates + max(0, projected - keys) * spec.norms_values,
         cached=CachedHeads(spec.num_kv_heads, spec.head_dim),
+        caches=spec.has_keys,
     )
 
 

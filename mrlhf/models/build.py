@@ -26,6 +26,7 @@ from mrlhf.device import Device
 from mrlhf.models.adapters import SplitRanks, make_adapters
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
+from mrlhf.models.linked_layers import GPTLinkedModel
 from mrlhf.models.lora import trained_shapes
 from mrlhf.models.parameters import chunk_prefix, chunks_of
 from mrlhf.models.spec import ModelSpec
@@ -145,6 +146,8 @@ def _build_chunk(
     layout = groups.layout
     scalar = partial(GPTScalarModel, outputs=spec.outputs)
     make: Callable[..., GPTModel] = GPTHiddenModel if spec.head == "lm" else scalar
+    if spec.links_layers:
+        make = partial(GPTLinkedModel, spec=spec)
     model = make(
         config=config,
         transformer_layer_spec=family_of(spec).decoder_spec(spec, chunk, transformer_engine),

@@ -50,16 +50,18 @@ def _linear_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     for sizes in attention_layers(spec):
         attention += sum(product.inputs * product.outputs for product in sizes.products)
     mlps = sum(_mlp_products(spec, layer) for layer in range(spec.num_layers))
+    # A layer's input of a token: its projection, and the two products that add it.
+    inputs = 3 * spec.hidden_size * spec.layer_input_size * spec.num_layers
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 
-    return 2 * ((attention + mlps) * length + head * outputs)
+    return 2 * ((attention + mlps + inputs) * length + head * outputs)
 
 
 def _mlp_products(spec: ModelSpec, layer: int) -> int:
     """Count the multiplications for each token in the MLP of a layer."""
     experts = spec.experts
     if experts is None or not experts.layers[layer]:
-        return 3 * spec.hidden_size * spec.ffn_size
+        return 3 * spec.hidden_size * spec.of_layer(layer).ffn_size
     widths = experts.per_token * experts.ffn_size + experts.shared_ffn_size
     linears = experts.count + experts.shared_gate  # the router, and the gate of one row
     return spec.hidden_size * (3 * widths + linears)
@@ -95,7 +97,7 @@ def _frozen_products(spec: ModelSpec) -> tuple[float, int]:
 
     of_token = 0.0
     for name in spec.frozen:
-        if len(shapes[name]) == 2 and ".layers." in name:
+        if len(shapes[name]) == 2 and (".layers." in name or "_projection." in name):
             of_token += math.prod(shapes[name]) * (chosen if ".experts." in name else 1.0)
     return of_token, math.prod(shapes[head]) if head in spec.frozen else 0
 

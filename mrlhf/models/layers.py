@@ -31,9 +31,11 @@ from mrlhf.models.linear import (
     BiasedRowLinear,
     ColumnLinear,
     KeysAsValuesLinear,
+    QueriesLinear,
     RowLinear,
     whole_parameter,
 )
+from mrlhf.models.linked_layers import LinkedLayer
 from mrlhf.models.megatron_versions import dense_mlp, submodules_of
 from mrlhf.models.mixture import MixtureLayer
 from mrlhf.models.norms import (
@@ -98,6 +100,8 @@ def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> Transfo
         dense = by_rope[spec.ropes[layer]]
         if spec.has_delta(layer):
             dense = delta_layer(spec, dense)
+        if spec.links_layers:
+            dense = linked_layer(spec, layer, dense)
         layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_norm(spec))
 
@@ -106,6 +110,19 @@ def delta_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
     """Return the layer with a gated delta net in place of a dense layer's attention."""
     attention = ModuleSpec(module=GatedDeltaNet, params={"net": spec.delta})
     return replace(dense, submodules=replace(dense.submodules, self_attention=attention))
+
+
+def linked_layer(spec: ModelSpec, layer: int, dense: ModuleSpec) -> ModuleSpec:
+    """Return the dense layer that takes, or lends, more than hidden states."""
+    assert spec.scales_layers, "the layers that are linked are scaled, too"
+    own = spec.of_layer(layer)
+    attention = dense.submodules.self_attention
+    if not own.has_keys:
+        queries = replace(attention.submodules, linear_qkv=QueriesLinear, k_layernorm=IdentityOp)
+        params = attention.params | {"spec": own}
+        attention = replace(attention, params=params, submodules=queries)
+    submodules = replace(dense.submodules, self_attention=attention)
+    return ModuleSpec(LinkedLayer, {"spec": spec, "number": layer}, submodules)
 
 
 def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:

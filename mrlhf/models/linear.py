@@ -66,11 +66,19 @@ class ColumnLinear(ColumnParallelLinear):
 class KeysAsValuesLinear(ColumnLinear):
     """The linear layer of queries and keys, in the place of one that has as many values too."""
 
+    missing = 1  # of keys and values
+
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
     ) -> None:
-        output_size -= config.num_query_groups * config.kv_channels
+        output_size -= self.missing * config.num_query_groups * config.kv_channels
         super().__init__(input_size, output_size, config=config, **options)
+
+
+class QueriesLinear(KeysAsValuesLinear):
+    """The linear layer of queries alone, in the place of one that has keys and values too."""
+
+    missing = 2
 
 
 class RowLinear(RowParallelLinear):

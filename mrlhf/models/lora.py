@@ -18,6 +18,7 @@ A = ".lora_A.weight"
 B = ".lora_B.weight"
 MODULE = "adapters"
 """The name of the module that holds the adapters of a linear layer."""
+_WHOLE = (".self_attn.", ".per_layer_")  # in names of layers that ranks have whole, but routers
 
 
 def is_adapter(tensor: str) -> bool:
@@ -53,7 +54,7 @@ def linear_layers(rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
 
 def adapted_layers(spec: ModelSpec, rule: Rule, shapes: Mapping[str, Shape]) -> list[str]:
     """Return the linear layers of a parameter that have an adapter; routers only if named."""
-    is_router = rule.dim is None and ".self_attn." not in rule.names[0]
+    is_router = rule.dim is None and not any(part in rule.names[0] for part in _WHOLE)
     if spec.lora is None or (is_router and spec.lora.targets is None):
         return []
     return [layer for layer in linear_layers(rule, shapes) if spec.lora.adapts(layer)]

@@ -58,6 +58,11 @@ def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
     """
     layers = spec.num_layers
     prefix = f"{role}." if role else ""
+    if spec.links_layers and stages.count > 1:
+        return (
+            f"{prefix}pp {stages.pp} does not fit a model whose layers take inputs of their own, "
+            f"or keys and values of others; set {prefix}pp=1"
+        )
     if stages.split(layers) is not None:
         return _choices_between(prefix, stages, spec)
     if stages.pp_layers is not None:

@@ -95,6 +95,8 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
 
     Attributes:
         sinks: [heads of the rank], see `attention.attend`; None: the model has none.
+        source: the layer to whose keys and values it attends, from 0; None: to its own.
+        lends: whether other layers attend to its own.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         self._rope = rope
         self._cap = spec.attention_cap
         self._norms_values = spec.norms_values
-        self._stored = 1 if spec.keys_are_values else 2  # of each KV head, in `linear_qkv`
+        # of each KV head, in `linear_qkv`
+        self._stored = (1 if spec.keys_are_values else 2) * spec.has_keys
+        self.source: int | None = None
+        self.lends = False
         self.recomputes = self.checkpoint_core_attention
         self.sinks: torch.nn.Parameter | None = None
         if spec.has_sinks:
@@ -127,6 +132,11 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         """
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         kv_heads = self.config.num_query_groups
+        if self.source is not None:
+            heads = (max(1, kv_heads // self.world_size), -1, self.hidden_size_per_attention_head)
+            query = self.q_layernorm(mixed.unflatten(-1, heads))
+            return query, *packed.lent[self.source]
+
         if self.world_size > kv_heads:
             query, key, value = self._gather_shares(mixed)
         else:
@@ -146,6 +156,8 @@ class TensorParallelSelfAttention(TokenMixing, SelfAttention):
         if self._norms_values:
             ones = torch.ones(value.shape[-1], dtype=torch.float32, device=value.device)
             value = wide_rms_norm(value, ones, self.config.layernorm_epsilon)
+        if self.lends:
+            packed.lent[self.layer_number - 1] = (key, value)
         return query, key, value, *gate
 
     def _gather_shares(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -275,6 +275,12 @@ class ModelSpec:
     global_heads: GlobalHeads | None = None  # of layers without a window; None: as of the others
     # whether the output of each layer is multiplied by a number that is not trained
     scales_layers: bool = False
+    # for each layer the one whose keys and values it attends to, itself or an earlier one of the
+    # same heads; empty if each has its own
+    key_layers: tuple[int, ...] = ()
+    has_keys: bool = True  # in `of_layer`: whether that layer is the one it attends to
+    borrower_ffn_size: int = 0  # `ffn_size` of layers that attend to others; 0: as of the rest
+    layer_input_size: int = 0  # numbers that each layer adds of every token's own; 0: none
     activation: Activation = "silu"  # of the gate of every dense MLP
     fused_tensors: bool = False  # whether checkpoints have q, k, v in one tensor, and gate and up
     embedding_multiplier: float = 1.0  # the embeddings are multiplied by it
@@ -294,10 +300,19 @@ class ModelSpec:
     labels: tuple[str, ...] = ()  # names of a scalar model's numbers; empty: one without a name
 
     def of_layer(self, layer: int) -> ModelSpec:
-        """The model with the heads of the layer with this number."""
-        if self.global_heads is None or self.windows[layer] is not None:
-            return self
-        return _with_global_heads(self)
+        """The model with the heads and the width of the layer with this number."""
+        has_others = self.global_heads is not None and self.windows[layer] is None
+        kind = _with_global_heads(self) if has_others else self
+        return kind if self.key_layer(layer) == layer else _borrowing(kind)
+
+    def key_layer(self, layer: int) -> int:
+        """The layer whose keys and values the layer with this number attends to."""
+        return self.key_layers[layer] if self.key_layers else layer
+
+    @property
+    def links_layers(self) -> bool:
+        """Whether layers take more than the hidden states of the layer before."""
+        return bool(self.key_layers) or self.layer_input_size > 0
 
     def indexer_of(self, layer: int) -> Indexer | None:
         """The indexer of the layer with this number, if it has one."""
@@ -307,7 +322,8 @@ class ModelSpec:
     @property
     def head_kinds(self) -> tuple[ModelSpec, ...]:
         """The model with each kind of heads that a layer has."""
-        return tuple(dict.fromkeys(map(self.of_layer, range(self.num_layers))))
+        own = [layer for layer in range(self.num_layers) if self.key_layer(layer) == layer]
+        return tuple(dict.fromkeys(map(self.of_layer, own)))
 
     @property
     def output_is_embedding(self) -> bool:
@@ -340,6 +356,10 @@ class ModelSpec:
             return self.embedding_multiplier
         return torch.tensor(self.embedding_multiplier, dtype=dtype).item()
 
+    def layer_input_scale(self, dtype: torch.dtype) -> float:
+        """The factor of the rows of this dtype that layers take as inputs."""
+        return torch.tensor(math.sqrt(self.layer_input_size), dtype=dtype).item()
+
     @property
     def attention_scale(self) -> float:
         """The factor of products of q and k."""
@@ -370,6 +390,7 @@ class ModelSpec:
         multiplies = self.residual_multiplier != 1.0
         is_other = self.latent is not None or self.delta is not None
         has_more = self.has_sinks or self.output_gate or self.attention_cap is not None
+        has_more = has_more or self.links_layers
         return has_biases or has_norms or multiplies or is_other or has_more or self.keeps_weights
 
     @property
@@ -425,3 +446,10 @@ def _with_global_heads(spec: ModelSpec) -> ModelSpec:
         keys_are_values=heads.keys_are_values,
         global_heads=None,
     )
+
+
+@lru_cache(maxsize=8)
+def _borrowing(spec: ModelSpec) -> ModelSpec:
+    """The model whose layers all attend to the keys and values of others."""
+    width = spec.borrower_ffn_size or spec.ffn_size
+    return replace(spec, has_keys=False, key_layers=(), ffn_size=width)

@@ -58,6 +58,10 @@ class PackedSequences(PackedSeqParams):
     routing: PackRouting | None = field(kw_only=True, default=None)
     # The keys that layers with an indexer chose, by the layer's number, for those that share them.
     chosen: dict[int, Tensor] = field(init=False, repr=False, default_factory=dict)
+    # What layers take in this pass: each its input [tokens, 1, size], and some the keys and values
+    # of an earlier layer, which are here by its number.
+    layer_inputs: tuple[Tensor, ...] = field(init=False, repr=False, default=())
+    lent: dict[int, tuple[Tensor, ...]] = field(init=False, repr=False, default_factory=dict)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mrlhf.models.attention_sizes import attention_kinds, attention_layers
+from mrlhf.models.attention_sizes import attention_kinds, attention_layers, dense_widths
 from mrlhf.models.flops import visible_pairs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
@@ -160,7 +160,11 @@ class Passes:
                 yield _Linear(tokens, *product.on_rank(tp), share)
         experts = spec.experts
         mixtures = 0.0 if experts is None else experts.mixtures / spec.num_layers
-        yield from _mlp(tokens, hidden, spec.ffn_size / tp, 1 - mixtures)
+        for ffn_size, share in dense_widths(spec):
+            yield from _mlp(tokens, hidden, ffn_size / tp, share * (1 - mixtures))
+        if spec.layer_input_size:
+            yield _Linear(tokens, hidden, spec.layer_input_size, 2)  # their projection, their gate
+            yield _Linear(tokens, spec.layer_input_size, hidden, 1)
         if experts is None:
             return
 

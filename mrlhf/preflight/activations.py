@@ -40,16 +40,20 @@ def layer_bytes(
         What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
         Of a mixture, the copies of a token for its experts are part of the second.
     """
+    inputs = 4 * spec.layer_input_size  # its own, and what it was before its norm
     if recompute == "full":
-        return 2 * spec.hidden_size, 0
+        return 2 * spec.hidden_size + inputs, 0
     attention = attention_of(spec) if layer is None else attention_layers(spec)[layer]
     of_heads = 2 * attention.kept
     norms = 4 if spec.norms == "both" else 0  # those after attention and the MLP
     of_tokens = (8 + norms) * spec.hidden_size + 2 * attention.kept_whole
+    if spec.layer_input_size:
+        of_tokens += inputs + 4 * spec.hidden_size + 6 * spec.layer_input_size
     of_width = 6 if spec.activation == "silu" else 8
     experts = spec.experts
     if experts is None or is_mixture is False:
-        return of_tokens, of_heads + of_width * spec.ffn_size
+        own = spec if layer is None else spec.of_layer(layer)
+        return of_tokens, of_heads + of_width * own.ffn_size
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
     copies = 4 * experts.per_token * spec.hidden_size * etp
     router = (12 if experts.own_norms else 2) * spec.hidden_size
@@ -96,7 +100,9 @@ class Activations:
                 held += self._table * (self.spec.output_is_embedding and stages.count == 1)
             yield held + self._backward(layers_of[chunk])
             if numbers[chunk] == 0:
-                yield held - kept[chunk] + self._residual + self._table
+                inputs = self.spec.num_layers * self.spec.layer_input_size  # columns of their table
+                table = self._table * max(1, inputs / self.spec.hidden_size)
+                yield held - kept[chunk] + self._residual + table
 
     @property
     def _tokens(self) -> float:
@@ -170,13 +176,13 @@ class Activations:
             taken += self._states  # inputs are gathered in one buffer for all layers
         every = attention_layers(self.spec)
         inner = self._tokens / self.layout.tp * max(every[layer].inner_bytes for layer in layers)
-        return taken + max(inner, self._mixture if self.spec.has_experts(top) else self._mlp)
+        return taken + max(inner, self._mixture if self.spec.has_experts(top) else self._mlp(top))
 
-    @property
-    def _mlp(self) -> float:
+    def _mlp(self, layer: int) -> float:
         """The most that gradients in an MLP take, less what it has ceased to keep by then."""
-        inner = self.itemsize * self._tokens * self.spec.ffn_size / self.layout.tp
-        weight = self._weight * self.spec.hidden_size * self.spec.ffn_size
+        width = self.spec.of_layer(layer).ffn_size
+        inner = self.itemsize * self._tokens * width / self.layout.tp
+        weight = self._weight * self.spec.hidden_size * width
         gathered = self._states * self._splits
         # After the second product, the activation and the first product. Gradients of weights
         # have been added up, but megatron-core makes tensors of their size.

@@ -46,8 +46,8 @@ DELTA = "qwen3-next"
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 # By the number of ranks: models, and over how many parts experts are split. Of models with other
 # features than the rest, phi3 has two KV heads, olmo3 a norm over the heads of all ranks, gemma4
-# two KV heads in some layers and one in others. Each expert is split over all ranks, or whole on
-# one of them, or both.
+# two KV heads in some layers and one in others, gemma4-linked layers that share two KV heads. Each
+# expert is split over all ranks, or whole on one of them, or both.
 GREEDY = {
     2: [
         *((name, 1) for name in (*FEATURE_MODELS, *MIXTURES)),
@@ -55,7 +55,7 @@ GREEDY = {
         *((DELTA, 2), ("qwen3-5-moe", 2), ("qwen3-5", 1), ("glm-moe-dsa", 2)),
     ],
     4: [
-        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("gemma4-moe", 2)),
+        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("gemma4-linked", 1), ("gemma4-moe", 2)),
         *(("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4), ("gpt-oss", 2)),
         ("deepseek-v32", 1),
     ],
@@ -65,7 +65,8 @@ TOLERANCES = dict.fromkeys((DELTA, "qwen3-5-moe", "qwen3-5"), 3e-4)
 # With adapters, on ranks that share a KV head too, and with experts split, whole or both.
 ADAPTED = {
     2: [
-        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("gemma4-moe", 2), ("mixtral", 2)),
+        *(("phi3", 1), ("olmo3", 1), ("gemma4", 1), ("gemma4-linked", 1)),
+        *(("gemma4-moe", 2), ("mixtral", 2)),
         *((DELTA, 1), ("qwen3-5", 1)),
     ],
     4: [("qwen3", 1), ("qwen2-moe", 2)],

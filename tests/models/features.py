@@ -134,6 +134,17 @@ def _gemma_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             },
         ),
         "gemma4": gemma4_config(sizes),
+        # The keys of the first layer are no other's.
+        "gemma4-linked": gemma4_config(
+            sizes | {"num_hidden_layers": 5},
+            layer_types=["sliding_attention", *by_turns[:4]],
+            num_global_key_value_heads=None,
+            attention_k_eq_v=False,
+            hidden_size_per_layer_input=10,
+            vocab_size_per_layer_input=sizes["vocab_size"],
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        ),
     }
 
 
@@ -141,18 +152,17 @@ def gemma4_config(sizes: dict[str, Any], **more: Any) -> PreTrainedConfig:
     """A Gemma 4 whose layers have a window by turns, but not the last."""
     layers = sizes["num_hidden_layers"]
     full = [number % 2 == 1 or number == layers - 1 for number in range(layers)]
-    return Gemma4TextConfig(
-        **sizes,
-        head_dim=16,
-        sliding_window=7,
-        pad_token_id=None,
-        global_head_dim=24,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=4.0,
-        layer_types=["full_attention" if is_full else "sliding_attention" for is_full in full],
-        rope_parameters={
+    own: dict[str, Any] = {
+        "head_dim": 16,
+        "sliding_window": 7,
+        "pad_token_id": None,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 4.0,
+        "layer_types": ["full_attention" if is_full else "sliding_attention" for is_full in full],
+        "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
             "full_attention": {
                 "rope_type": "proportional",
@@ -160,8 +170,8 @@ def gemma4_config(sizes: dict[str, Any], **more: Any) -> PreTrainedConfig:
                 "partial_rotary_factor": 0.5,
             },
         },
-        **more,
-    )
+    }
+    return Gemma4TextConfig(**{**sizes, **own, **more})
 
 
 FEATURE_MODELS = (
@@ -178,4 +188,5 @@ FEATURE_MODELS = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4-linked",
 )

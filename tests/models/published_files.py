@@ -433,6 +433,39 @@ GEMMA_4_MOE: dict[str, Any] = GEMMA_4 | {
 }
 
 
+def gemma_4_with_linked_layers(**text: Any) -> dict[str, Any]:
+    """What a public repository quotes of Gemma 4 E2B or E4B; the rest is as in that of 31B."""
+    linked = {
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_global_key_value_heads": None,
+        "sliding_window": 512,
+        "use_bidirectional_attention": None,
+    }
+    return GEMMA_4 | {"text_config": GEMMA_4["text_config"] | linked | text}
+
+
+GEMMA_4_E2B = gemma_4_with_linked_layers(
+    hidden_size=1536,
+    intermediate_size=6144,
+    layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+    num_hidden_layers=35,
+    num_key_value_heads=1,
+    num_kv_shared_layers=20,
+    use_double_wide_mlp=True,
+)
+GEMMA_4_E4B = gemma_4_with_linked_layers(
+    hidden_size=2560,
+    intermediate_size=10240,
+    layer_types=[*["sliding_attention"] * 5, "full_attention"] * 7,
+    num_hidden_layers=42,
+    num_key_value_heads=2,
+    num_kv_shared_layers=18,
+)
+
+
 # By the name of a repository: its `config.json`.
 FILES = {
     "DeepSeek-V3": DEEPSEEK_V3,
@@ -445,4 +478,6 @@ FILES = {
     "gemma-2-27b-it": GEMMA_2,
     "gemma-4-26B-A4B": GEMMA_4_MOE,
     "gemma-4-31B": GEMMA_4,
+    "gemma-4-E2B": GEMMA_4_E2B,
+    "gemma-4-E4B": GEMMA_4_E4B,
 }

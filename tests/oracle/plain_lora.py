@@ -23,7 +23,8 @@ RANK = 3
 ALPHA = 4.0
 PREFIX = "base_model.model."
 _LINEAR = re.compile(
-    r"\.layers\..*((_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.router(\.proj)?)\.weight"
+    r"\.layers\..*((_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?|\.w[123]|\.mlp\.gate|\.router(\.proj)?"
+    r"|\.per_layer_(input_gate|projection))\.weight"
     r"|\.experts\.\d+\.(gate_up|down)_proj)$"
 )
 _OF_STACK = re.compile(r"(.*\.experts)\.\d+\.(gate_up_proj|down_proj)\.(lora_[AB]\.weight)")

@@ -54,8 +54,8 @@ def _refusal(directory: Path) -> str:
 FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "factor": 4.0}
 LONGROPE = _rope("longrope", rope_theta=10000.0, original_max_position_embeddings=16, **FACTORS)
 WITHOUT_CLASSIFIER = (
-    *("deepseek_v32", "gemma4_moe", "gemma4_text", "granite", "glm4_moe", "glm4_moe_lite"),
-    *("glm_moe_dsa", "qwen3_5_moe_text"),
+    *("deepseek_v32", "gemma4_moe", "gemma4_text", "gemma4_text_linked", "granite", "glm4_moe"),
+    *("glm4_moe_lite", "glm_moe_dsa", "qwen3_5_moe_text"),
 )
 SLIDING = "sliding_attention"
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 4, "sliding_window": 4}

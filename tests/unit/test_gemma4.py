@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of
@@ -24,10 +25,11 @@ from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.models.flops import forward_flops
 from mrlhf.models.freezing import check_frozen_tensors, with_frozen
-from mrlhf.models.parallel_sizes import tp_problem
+from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.stages import Stages
 from mrlhf.preflight.model_checks import CacheNeeds
 from mrlhf.weights.init import initialise
 from tests.models.engines import hf_model, spec_of
@@ -49,15 +51,15 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _write(directory: Path, **changes: Any) -> None:
+def _write(directory: Path, published: str = "gemma-4-31B", **changes: Any) -> None:
     """The published `config.json` with other keys of `text_config`; None leaves one out."""
-    text = FILES["gemma-4-31B"]["text_config"] | changes
+    text = FILES[published]["text_config"] | changes
     text = {key: value for key, value in text.items() if value is not None}
-    stated = FILES["gemma-4-31B"] | {"text_config": text}
+    stated = FILES[published] | {"text_config": text}
     (directory / "config.json").write_text(json.dumps(stated))
 
 
-@pytest.mark.parametrize("model", ["gemma4_text", "gemma4_moe"])
+@pytest.mark.parametrize("model", ["gemma4_text", "gemma4_moe", "gemma4_text_linked"])
 def test_the_language_model_is_taken_out_of_one_that_reads_images(
     model: str, tmp_path: Path
 ) -> None:
@@ -72,12 +74,20 @@ def test_the_language_model_is_taken_out_of_one_that_reads_images(
         if ".router." in name:  # beside the ones of which its vectors are made
             parameter.data += 0.2 * torch.randn_like(parameter)
     theirs.save_pretrained(tmp_path / "images")
-    names = load_file(tmp_path / "images" / "model.safetensors")
-    others = sum(not name.startswith("model.language_model.") for name in names)
+    file = tmp_path / "images" / "model.safetensors"
+    tensors = load_file(file)
+    others = sum(not name.startswith("model.language_model.") for name in tensors)
     with torch.no_grad():
         wanted = theirs(TOKENS).logits
 
     spec = tiny_spec(model)
+    if spec.key_layers:  # published files hold what layers that borrow keys would have
+        for part in ("k_proj", "v_proj", "k_norm"):
+            name = f"model.language_model.layers.2.self_attn.{part}.weight"
+            assert name not in tensors
+            tensors[name] = torch.zeros(5)
+            others += 1
+        save_file(tensors, file, {"format": "pt"})
     assert_taken_out(tmp_path, spec, others, transformers.Gemma4ForCausalLM, wanted)
 
 
@@ -119,6 +129,42 @@ def test_the_published_sizes_with_experts(tmp_path: Path) -> None:
     assert unsupported_feature(spec) == "the family gemma4_text"
     with pytest.raises(CheckpointError, match="a gemma4_text model with norms after attention"):
         arguments_of(spec, vocab_divisible_by=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "heads", "widths"),
+    [
+        ("gemma-4-E2B", 15, [(1, 256), (1, 512)], {6144: 15, 12288: 20}),
+        ("gemma-4-E4B", 24, [(2, 256), (2, 512)], {10240: 42}),
+    ],
+)
+def test_the_published_sizes_of_those_with_linked_layers(
+    name: str, own: int, heads: list[tuple[int, int]], widths: dict[int, int], tmp_path: Path
+) -> None:
+    _write(tmp_path, name)
+    spec = load_spec(tmp_path, "lm")
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(
+            transformers.AutoConfig.from_pretrained(tmp_path).text_config
+        )
+    theirs = {key: (*tensor.shape,) for key, tensor in model.state_dict().items()}
+    del theirs["lm_head.weight"]  # the embedding
+    assert family_of(spec).tensor_shapes(spec) == theirs
+    layers = range(spec.num_layers)
+    assert Counter(spec.of_layer(layer).ffn_size for layer in layers) == widths
+    assert [(kind.num_kv_heads, kind.head_dim) for kind in spec.head_kinds] == heads
+
+    # The last ones of each kind that have keys of their own lend them.
+    assert spec.key_layers[:own] == (*range(own),)
+    lenders = [own - 1 if window is None else own - 2 for window in spec.windows[own:]]
+    assert [*spec.key_layers[own:]] == lenders
+    shape = CacheShape.on_rank(spec, 1, 2, 64)
+    assert len(shape.heads) == own and shape.reads == spec.key_layers
+    assert len(set(map(id, shape.in_order([[] for _ in shape.heads], [])))) == own
+    assert pp_problem("actor", Stages(pp=2), spec) == (
+        "actor.pp 2 does not fit a model whose layers take inputs of their own, or keys and values "
+        "of others; set actor.pp=1"
+    )
 
 
 def test_ties_are_those_of_transformers_if_nothing_says_so(tmp_path: Path) -> None:
@@ -166,13 +212,22 @@ HEADS = {"head_dim": 512, "num_key_value_heads": 4}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "per_layer_input=256: embeddings of each layer"),
-        ({"num_kv_shared_layers": 20}, "shared_layers=20: layers that share keys and values are"),
         ({"enable_moe_block": True}, "has num_experts=None; it must be an integer from 2 to"),
         (
             {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
             "has top_k_experts=5; it must be an integer from 1 to 4",
         ),
+        (
+            {"enable_moe_block": True, "num_kv_shared_layers": 20},
+            "experts are not supported in such a Gemma 4: use E2B",
+        ),
+        (
+            {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 9},
+            "the other vocab_size 262144",
+        ),
+        ({"num_kv_shared_layers": 60}, "num_kv_shared_layers=60: of 60 layers, those before must"),
+        ({"num_kv_shared_layers": 55}, "be of each kind in layer_types; lower it"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1: of 60 layers, those before must"),
         ({"use_bidirectional_attention": "all"}, "sets use_bidirectional_attention, which is not"),
         ({"attention_bias": True}, "sets attention_bias, which is not supported in a Gemma"),
         ({"hidden_activation": "silu"}, "hidden_activation='silu'; only gelu_pytorch_tanh"),

@@ -54,6 +54,8 @@ MODELS = {
     "gemma-2-27b-it": (27_227_128_320, 376_832, 0, "tp=8 pp=4 micro_batch_tokens=8192", 8),
     "gemma-4-26B-A4B": (25_233_141_790, 225_280, 0, "tp=4 ep=32 micro_batch_tokens=8192", 2),
     "gemma-4-31B": (30_697_345_340, 901_120, 0, "tp=8 pp=4 micro_batch_tokens=8192", 4),
+    "gemma-4-E2B": (4_628_569_379, 18_432, 0, "tp=2 micro_batch_tokens=8192", 1),
+    "gemma-4-E4B": (7_463_013_418, 57_344, 0, "tp=2 micro_batch_tokens=8192", 2),
 }
 
 

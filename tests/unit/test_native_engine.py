@@ -76,7 +76,10 @@ def test_greedy_equals_transformers_generate(name):
 
 @pytest.mark.parametrize(
     "name",
-    ("llama", "qwen2-tied", "phi3", "gemma4", "gemma4-moe", "mixtral", "qwen2-moe", "deepseek-v3"),
+    (
+        *("llama", "qwen2-tied", "phi3", "gemma4", "gemma4-linked", "gemma4-moe", "mixtral"),
+        *("qwen2-moe", "deepseek-v3"),
+    ),
 )
 def test_adapters_are_added_as_in_transformers(name, tmp_path):
     model = adapted_model(name, tmp_path / "adapter")
@@ -184,7 +187,11 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3-moe", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gpt-oss"]
+    "name",
+    [
+        *("qwen3", "qwen3-moe", "gemma2", "gemma3", "gemma4", "gemma4-linked", "gemma4-moe"),
+        "gpt-oss",
+    ],
 )
 def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
     model = hf_model(name, torch.bfloat16)
@@ -210,7 +217,13 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm-moe-dsa", "gemma4"))],
+    [
+        "qwen3",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("glm-moe-dsa", "gemma4", "gemma4-linked")
+        ),
+    ],
 )
 def test_preemption_chunks_and_shared_prefixes_change_nothing(name):
     model = hf_model(name)
@@ -259,7 +272,8 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma2", "gemma4", "gpt-oss", "deepseek-v3", "glm4-moe-lite", "glm-moe-dsa"),
+        *("gemma2", "gemma4", "gemma4-linked", "gpt-oss", "deepseek-v3", "glm4-moe-lite"),
+        "glm-moe-dsa",
         *("qwen3-next", "qwen3-5"),
     ],
 )

@@ -96,7 +96,8 @@ REFUSED = {
     "olmo2": "`rope_scaling` must be",
     **dict.fromkeys(
         (
-            *("deepseek-v32", "gemma4", "gemma4-moe", "glm4-moe-lite", "glm-moe-dsa"),
+            *("deepseek-v32", "gemma4", "gemma4-linked", "gemma4-moe", "glm4-moe-lite"),
+            "glm-moe-dsa",
             *("qwen3-5", "qwen3-5-moe"),
         ),
         "does not recognize this architecture",

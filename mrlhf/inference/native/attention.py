@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.native.linear import Linear
-from mrlhf.inference.native.operators import Layer, StepInputs, Tables, add_norm, rotate_store
+from mrlhf.inference.native.operators import (
+    Layer,
+    StepInputs,
+    Tables,
+    add_norm,
+    rotate_queries,
+    rotate_store,
+)
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention import attend
 
@@ -26,7 +33,7 @@ class Attention:
     scale: float  # of the products of queries and keys
     kv_heads: int  # of this rank
     norm: Tensor | None  # weight of the norm before attention, [hidden]
-    qkv: Linear  # x -> for each KV head its q heads, then its k, then its v
+    qkv: Linear  # x -> for each KV head its q heads, then its k, then its v, if `has_keys`
     head_norms: tuple[Tensor, Tensor] | None  # of each head of q and of k, [head_dim] each
     # of all q and of all k of all ranks; this rank's part of the weights
     projection_norms: tuple[Tensor, Tensor] | None
@@ -38,6 +45,7 @@ class Attention:
     has_gate: bool  # whether `qkv` gives after each q head a gate of its output
     keys_are_values: bool  # whether `qkv` gives no v, which is k before its norm
     norms_values: bool  # whether v has a norm without a weight
+    has_keys: bool  # else it reads those that another layer has stored
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
@@ -58,7 +66,10 @@ class Attention:
         if self.projection_norms is not None:
             self._norm_projections(qkv, self.projection_norms)
 
-        q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
+        if self.has_keys:
+            q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
+        else:
+            q = rotate_queries(qkv, self.head_norms, self.eps, self.tables, inputs)
         context = attend(
             q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks,
             cap=self.cap,

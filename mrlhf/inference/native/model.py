@@ -17,6 +17,7 @@ from mrlhf.inference.native.attention import Attention
 from mrlhf.inference.native.delta_net import DeltaLayer
 from mrlhf.inference.native.experts import TorchExperts
 from mrlhf.inference.native.latent_attention import LatentAttention
+from mrlhf.inference.native.layer_inputs import LayerInput, layer_input, layer_inputs
 from mrlhf.inference.native.layer_weights import LayerWeights, norm_of
 from mrlhf.inference.native.linear import linear_in_float32
 from mrlhf.inference.native.mlp import MixtureMlp, Mlp, mlp_of_layer
@@ -46,6 +47,7 @@ class DecoderLayer:
     mlp_bias: Tensor | None
     part_norms: tuple[Tensor, Tensor] | None  # of the two parts of the MLP's output
     mlp_output_norm: Tensor | None
+    input: LayerInput | None
     scalar: Tensor | None  # [1], by which the layer's output is multiplied
 
 
@@ -71,6 +73,10 @@ class Decoder:
         self._logits_divisor = spec.logits_divisor
 
         self._embedding = parameters[_EMBEDDING].to(dtype)
+        self._layer_inputs = None
+        if spec.layer_input_size:
+            self._table = parameters["layer_inputs.table.weight"].to(dtype)
+            self._layer_inputs = layer_inputs(spec, parameters, dtype)
         self._layers = [
             _layer(LayerWeights(spec, parameters, dtype, number), tables[number], parallel)
             for number in range(spec.num_layers)
@@ -109,16 +115,22 @@ class Decoder:
         Returns:
             float32 [rows, vocab_shard]: this rank's columns, without padding.
         """
-        hidden = self._embed(inputs.tokens)
+        hidden = self._scaled(self._rows(self._embedding, inputs.tokens))
+        own: Sequence[Tensor] = ()
+        if self._layer_inputs is not None:
+            own = self._layer_inputs(hidden, self._rows(self._table, inputs.tokens))
         delta: Tensor | None = None
         choices: list[Tensor] = []
-        for layer, store in zip(self._layers, cache, strict=True):
+        for number, (layer, store) in enumerate(zip(self._layers, cache, strict=True)):
             share = layer.attention(hidden, delta, inputs, store)
             delta = self._finish_block(share, layer.proj_bias, layer.proj_norm)
 
             share = layer.mlp(hidden, delta, choices)
             norm = layer.mlp_output_norm
             delta = self._finish_block(share, layer.mlp_bias, norm, layer.part_norms)
+            if layer.input is not None:
+                hidden = hidden + delta
+                delta = layer.input(hidden, own[number])
             if layer.scalar is not None:
                 hidden = (hidden + delta) * layer.scalar
                 delta = None
@@ -159,14 +171,14 @@ class Decoder:
             delta = delta * self._residual_multiplier
         return delta
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [tokens, hidden]; each rank looks up its own rows."""
+    def _rows(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """Return the rows of the tokens, [tokens, columns]; each rank looks up its own."""
         if self._parallel.size == 1:
-            return self._scaled(F.embedding(tokens, self._embedding))
+            return F.embedding(tokens, table)
         local = tokens - self.vocab_start
-        absent = (local < 0) | (local >= len(self._embedding))
-        partial = F.embedding(local.masked_fill(absent, 0), self._embedding)
-        return self._scaled(self._parallel.sum(partial.masked_fill_(absent[:, None], 0)))
+        absent = (local < 0) | (local >= len(table))
+        partial = F.embedding(local.masked_fill(absent, 0), table)
+        return self._parallel.sum(partial.masked_fill_(absent[:, None], 0))
 
     def _scaled(self, embeddings: Tensor) -> Tensor:
         if self._embedding_multiplier == 1.0:
@@ -206,6 +218,7 @@ def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> D
         mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
         part_norms=part_norms,
         mlp_output_norm=norm_after(after_mlp),
+        input=layer_input(weights) if spec.layer_input_size else None,
         scalar=weights.tensor("layer_scalar") if spec.scales_layers else None,
     )
 
@@ -215,7 +228,8 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
     own = "self_attention."
     norms = None
     if spec.qk_norm != "none":
-        norms = (weights.norm(own + "q_layernorm.weight"), weights.norm(own + "k_layernorm.weight"))
+        q_norm = weights.norm(own + "q_layernorm.weight")
+        norms = (q_norm, weights.norm(own + "k_layernorm.weight") if spec.has_keys else q_norm)
     bias = weights.tensor(own + "linear_qkv.bias") if spec.qkv_bias else None
     return Attention(
         parallel=parallel,
@@ -232,8 +246,9 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
         sinks=weights.tensor(own + "sinks") if spec.has_sinks else None,
         cap=spec.attention_cap,
         has_gate=spec.output_gate,
-        keys_are_values=spec.keys_are_values,
-        norms_values=spec.norms_values,
+        keys_are_values=spec.keys_are_values and spec.has_keys,
+        norms_values=spec.norms_values and spec.has_keys,
+        has_keys=spec.has_keys,
     )
 
 

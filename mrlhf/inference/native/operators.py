@@ -126,6 +126,14 @@ def rotate_store(
     return q.view(tokens, kv_heads, rows - 2, dim)
 
 
+def rotate_queries(
+    q: Tensor, norms: Layer | None, eps: float, tables: Tables, inputs: StepInputs
+) -> Tensor:
+    """Return rotated q [tokens, kv_heads, heads per KV head, head_dim] where no keys are stored."""
+    cosines, sines = (table[inputs.positions] for table in tables)
+    return torch_rotate(q if norms is None else _norm(q, norms[0], eps), cosines, sines)
+
+
 def _rotate_store_by_torch(
     qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     cosines: Tensor, sines: Tensor, positions: Tensor, places: Tensor,

@@ -33,8 +33,15 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 
 EMBEDDING = "model.embed_tokens.weight"
+INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
+# The parameters by which a layer adds its own input of a token, and their tensors.
+LAYER_INPUT = {
+    "layer_input.gate.weight": "per_layer_input_gate.weight",
+    "layer_input.projection.weight": "per_layer_projection.weight",
+    "layer_input.norm.weight": "post_per_layer_input_norm.weight",
+}
 
 
 def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str, Shape]:
@@ -42,6 +49,11 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
     hidden = spec.hidden_size
 
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
+    if spec.layer_input_size:
+        width = spec.num_layers * spec.layer_input_size
+        shapes[INPUT_TABLE] = (spec.vocab_size, width)
+        shapes["model.per_layer_model_projection.weight"] = (width, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (spec.layer_input_size,)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         if spec.scales_layers:
@@ -65,7 +77,11 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
             assert names is not None, "a mixture without names"
             shapes.update(expert_shapes(spec, names, prefix))
         else:
-            shapes.update(_mlp_shapes(spec, prefix + "mlp."))
+            shapes.update(_mlp_shapes(spec.of_layer(layer), prefix + "mlp."))
+        if spec.layer_input_size:
+            shapes[prefix + "per_layer_input_gate.weight"] = (spec.layer_input_size, hidden)
+            shapes[prefix + "per_layer_projection.weight"] = (hidden, spec.layer_input_size)
+            shapes[prefix + "post_per_layer_input_norm.weight"] = (hidden,)
 
     shapes["model.norm.weight"] = (hidden,)
     if spec.head == "scalar":
@@ -90,15 +106,16 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
         if spec.has_experts(layer):
             mlp = expert_parameters(spec, chunk.experts)
         scalar = ["layer_scalar"] if spec.scales_layers else []
-        names += [
-            f"decoder.layers.{number}.{name}"
-            for name in (*scalar, *_attention_parameters(spec, layer), *mlp)
-        ]
+        attention = _attention_parameters(spec.of_layer(layer), layer)
+        added = LAYER_INPUT if spec.layer_input_size else {}
+        names += [f"decoder.layers.{number}.{name}" for name in (*scalar, *attention, *mlp, *added)]
 
     if chunk.is_last:
         names.append("decoder.final_layernorm.weight")
         if not (spec.output_is_embedding and chunk.is_first):
             names.append("output_layer.weight")
+    if spec.layer_input_size and chunk.is_first:
+        names += [f"layer_inputs.{name}.weight" for name in ("table", "projection", "norm")]
     return names
 
 
@@ -130,8 +147,10 @@ def _qkv_rows(spec: ModelSpec) -> dict[str, int]:
     """Rows of q_proj, k_proj and v_proj, by their letters, as far as they are there."""
     kv_rows = spec.num_kv_heads * spec.head_dim
     of_head = 2 if spec.output_gate else 1  # each head's q, then its gate
-    rows = {"q": of_head * spec.num_heads * spec.head_dim, "k": kv_rows}
-    return rows if spec.keys_are_values else rows | {"v": kv_rows}
+    rows = {"q": of_head * spec.num_heads * spec.head_dim}
+    if not spec.has_keys:
+        return rows
+    return rows | dict.fromkeys("k" if spec.keys_are_values else "kv", kv_rows)
 
 
 def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
@@ -150,7 +169,8 @@ def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape
     if spec.qk_norm != "none":
         together = spec.qk_norm == "projection"
         yield prefix + "q_norm.weight", (rows["q"] if together else spec.head_dim,)
-        yield prefix + "k_norm.weight", (rows["k"] if together else spec.head_dim,)
+        if spec.has_keys:
+            yield prefix + "k_norm.weight", (rows["k"] if together else spec.head_dim,)
 
     if spec.has_sinks:
         yield prefix + "sinks", (spec.num_heads,)
@@ -185,7 +205,9 @@ def _attention_parameters(spec: ModelSpec, layer: int) -> list[str]:
     if spec.qkv_bias:
         attention.append("linear_qkv.bias")
     if spec.qk_norm != "none":
-        attention += ["q_layernorm.weight", "k_layernorm.weight"]
+        attention.append("q_layernorm.weight")
+        if spec.has_keys:
+            attention.append("k_layernorm.weight")
 
     if spec.latent is not None:
         attention = latent_parameters(spec.latent)
@@ -218,10 +240,14 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
     else:
         output = Rule((LANGUAGE_HEAD,), dim=0)
 
+    projection = Rule(("model.per_layer_model_projection.weight",), dim=None)
     return {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": Rule(("model.norm.weight",), dim=None),
         "output_layer.weight": output,
+        "layer_inputs.table.weight": Rule((INPUT_TABLE,), dim=0),
+        "layer_inputs.projection.weight": projection,
+        "layer_inputs.norm.weight": Rule(("model.per_layer_projection_norm.weight",), dim=None),
     }
 
 
@@ -239,6 +265,7 @@ def _layer_rules(
     mlp = _mlp_rules(spec, prefix + "mlp.") if spec.has_dense_layers else {}
     return {
         "layer_scalar": Rule((prefix + "layer_scalar",), dim=None),
+        **{name: Rule((prefix + tensor,), dim=None) for name, tensor in LAYER_INPUT.items()},
         **_norm_rules(spec, prefix),
         **attention,
         **mlp,
@@ -294,7 +321,7 @@ def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
             names = (f"{prefix}qkv_proj.{kind}",) * 3
             rows = _intervals(tuple(of_letters.values()))
         rules[f"self_attention.linear_qkv.{kind}"] = Rule(
-            names, dim=0, periods=spec.num_kv_heads, intervals=rows
+            names, dim=0, periods=spec.num_kv_heads if spec.has_keys else None, intervals=rows
         )
     return rules
 

@@ -25,10 +25,6 @@ from mrlhf.models.families.mixture import count
 from mrlhf.models.spec import Experts, GlobalHeads, Head, ModelSpec
 from mrlhf.weights.forms import OtherForm
 
-_NOT_BUILT = {
-    "hidden_size_per_layer_input": "embeddings of each layer",
-    "num_kv_shared_layers": "layers that share keys and values",
-}
 _NAMES = ExpertNames(
     router="router.proj.weight",
     experts="experts",
@@ -46,13 +42,6 @@ _ROPE_TYPES = {
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a Gemma 4 `config.json`."""
     refuse_scalar(config, head, "Gemma4")
-    for key, feature in _NOT_BUILT.items():
-        if config[key]:
-            raise ConfigError(
-                f"config.json has {key}={config[key]}: {feature} are not supported in a Gemma 4; "
-                "use a model without, such as the one of 31 billion parameters or 26B-A4B"
-            )
-
     plain = {
         **config,
         "rope_parameters": _plain_rotations(config),
@@ -61,13 +50,17 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     }
     if config["use_bidirectional_attention"] == "vision":  # of tokens of images alone
         plain["use_bidirectional_attention"] = None
+    spec = read_by_layer_type(plain, head, gemma_spec)
     spec = replace(
-        read_by_layer_type(plain, head, gemma_spec),
+        spec,
         qk_norm="head",
         norm_offset=0.0,
         norms_values=True,
         scales_layers=True,
         global_heads=_global_heads(config),
+        key_layers=_key_layers(config),
+        borrower_ffn_size=spec.ffn_size * (2 if config["use_double_wide_mlp"] else 1),
+        layer_input_size=_layer_input_size(config),
         hf_config=config,
     )
     check_rotations(spec)
@@ -76,6 +69,12 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
 
 def _with_experts(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
     """The model with experts beside each layer's dense MLP, which all tokens go to."""
+    if spec.links_layers:
+        raise ConfigError(
+            "config.json sets enable_moe_block beside hidden_size_per_layer_input or "
+            "num_kv_shared_layers; experts are not supported in such a Gemma 4: use E2B, E4B, "
+            "26B-A4B, or the one of 31 billion parameters"
+        )
     experts = count(config, "num_experts", least=2)
     return replace(
         spec,
@@ -139,6 +138,42 @@ def _global_heads(config: dict[str, Any]) -> GlobalHeads:
     return GlobalHeads(kv_heads, head_dim, keys_are_values=config["attention_k_eq_v"])
 
 
+def _key_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """For each layer the one whose keys and values it attends to; empty if each has its own."""
+    shared = config["num_kv_shared_layers"]
+    kinds = config["layer_types"]
+    if shared == 0:
+        return ()
+    own = kinds[: len(kinds) - shared] if 0 < shared < len(kinds) else []
+    if not {*kinds} <= {*own}:
+        raise ConfigError(
+            f"config.json has num_kv_shared_layers={shared}: of {len(kinds)} layers, those before "
+            "must be of each kind in layer_types; lower it"
+        )
+    last = {kind: layer for layer, kind in enumerate(own)}
+    return (*range(len(own)), *(last[kind] for kind in kinds[len(own) :]))
+
+
+def _layer_input_size(config: dict[str, Any]) -> int:
+    """Numbers that each layer adds of every token's own."""
+    size: int = config["hidden_size_per_layer_input"] or 0
+    rows = config["vocab_size_per_layer_input"]
+    if size < 0 or (size and rows != config["vocab_size"]):
+        raise ConfigError(
+            f"config.json has hidden_size_per_layer_input={size} and vocab_size_per_layer_input="
+            f"{rows}; the one must be at least 0, and the other vocab_size {config['vocab_size']}"
+        )
+    return size
+
+
+def _of_other_parts(spec: ModelSpec) -> tuple[str, ...]:
+    """What reads images and sounds; and keys and values that published files hold in vain."""
+    borrowers = [layer for layer, own in enumerate(spec.key_layers) if own != layer]
+    in_vain = [f"layers.{layer}.self_attn.{part}_" for layer in borrowers for part in "kv"]
+    others = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", *in_vain)
+    return tuple(root + part for root in ("model.", "model.language_model.") for part in others)
+
+
 GEMMA4 = replace(
     dense_family("gemma4_text", "Gemma4", read_config),
     wrapper="gemma4",
@@ -151,9 +186,5 @@ GEMMA4 = replace(
         *("num_key_value_heads", "head_dim", "sliding_window"),
         "global_head_dim or per_layer_config",
     ),
-    # What reads images and sounds.
-    ignored_prefixes=lambda spec: (
-        *("model.vision_tower.", "model.embed_vision."),
-        *("model.audio_tower.", "model.embed_audio."),
-    ),
+    ignored_prefixes=_of_other_parts,
 )
