@@ -40,8 +40,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _STACKED = re.compile(r"(.+\.(?:w13|w2)_(?:weight|bias))\.(\d+)")
 _WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss")
 _WITH_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss")  # on some layers only
-# Keys of a `config.json` for parts of a Gemma 4 that vLLM has too, and that were not tried.
-_NOT_TRIED = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 # What vLLM calls parts of a gpt_oss model.
 _OF_GPT_OSS = {".embed_tokens.": ".embedding.", ".self_attn.": ".attn."}
 # The numbers and keys of a gpt_oss model that are constants in vLLM.
@@ -129,7 +127,7 @@ def unsupported_feature(spec: ModelSpec) -> str | None:
         "windows on some layers only": some_windows,
         "yarn rotation": "yarn" in rope_types and not is_gpt_oss,
         "a partial_rotary_factor that transformers ignores": _ignores_share(spec),
-        "embeddings of each layer or shared keys": any(map(spec.hf_config.get, _NOT_TRIED)),
+        "inputs of each layer or shared keys": spec.links_layers,
         "an output layer of its own": spec.family == "gemma2" and not spec.tied_embeddings,
         "another form than the published gpt-oss": is_gpt_oss and not _is_published(spec),
     }
