@@ -87,6 +87,7 @@ def _layer(
         has_gate=False,
         keys_are_values=False,
         norms_values=False,
+        has_keys=True,
     )
 
 
