@@ -113,7 +113,10 @@ def _declarations(script: str) -> Mapping[str, str]:
 
 
 def terminal_text() -> str:
-    """What a terminal shows of a made-up run."""
+    """What a terminal shows of a made-up run, with the style of each piece.
+
+    The codes of colors would depend on what the process has drawn before: rich keeps them.
+    """
     alarm = Alarm(3, "truncation", "warning", "some are cut off", "long", "data.x", "docs")
     board = Board(
         state="training",
@@ -126,10 +129,9 @@ def terminal_text() -> str:
     )
     board.phases.name = "update_actor"
     board.phases.advance(3, 4, "mini-batches")
-    console = Console(file=io.StringIO(), width=COLUMNS, height=ROWS, color_system="truecolor")
-    with console.capture() as drawn:
-        console.print(render(board, "runs/demo-again"))
-    return drawn.get()
+    console = Console(file=io.StringIO(), width=COLUMNS, height=ROWS)
+    pieces = console.render(render(board, "runs/demo-again"))
+    return "".join(f"[{piece.style}]{piece.text}" for piece in pieces)
 
 
 def _definition(source: str, name: str) -> str:
