@@ -129,7 +129,14 @@ def terminal_text() -> str:
     )
     board.phases.name = "update_actor"
     board.phases.advance(3, 4, "mini-batches")
-    console = Console(file=io.StringIO(), width=COLUMNS, height=ROWS, no_color=False)
+    console = Console(
+        file=io.StringIO(),
+        width=COLUMNS,
+        height=ROWS,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+    )
     pieces = console.render(render(board, "runs/demo-again"))
     return "".join(f"[{piece.style}]{piece.text}" for piece in pieces)
 
