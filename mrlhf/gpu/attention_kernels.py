@@ -70,9 +70,9 @@ def paged_attention(
 
     These heads share one reading of the keys. With MORE, as in latent attention, keys have `more`
     numbers after their first `dim`, which are the values; from one to the next it is `key_stride`
-    numbers. With several splits, the grid's last
-    size, a program sees one part of the keys, and instead of `out` it writes float32 `parts`
-    [splits, tokens, heads, dim], not yet divided by `sums`.
+    numbers. With several splits, the grid's last size, a program sees one part of the keys, and
+    instead of `out` it writes float32 `parts` [splits, tokens, heads, dim], not yet divided by
+    `sums`.
     """
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     block = tl.program_id(0) // BLOCKS  # programs that read the same keys are neighbours

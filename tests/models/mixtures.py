@@ -107,7 +107,22 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             rope_interleave=False,
             mlp_layer_types=["sparse", "dense", *["sparse"] * (layers - 2)],
         ),
-        # Sparse attention chooses all tokens of sequences that are no longer.
+        **_sparse_configs(sizes, yarn),
+        "gemma4-moe": gemma4_config(
+            sizes,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=24,
+        ),
+        **_delta_configs(sizes),
+    }
+
+
+def _sparse_configs(sizes: dict[str, Any], yarn: dict[str, Any]) -> dict[str, PreTrainedConfig]:
+    """Models whose indexers choose among the tokens of longer sequences."""
+    layers = sizes["num_hidden_layers"]
+    return {
         "deepseek-v32": deepseek_config(
             sizes,
             DeepseekV32Config,
@@ -124,14 +139,6 @@ def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             indexer_types=["full", *["shared", "full"] * layers][:layers],
             mlp_layer_types=["dense", *["sparse"] * (layers - 1)],
         ),
-        "gemma4-moe": gemma4_config(
-            sizes,
-            enable_moe_block=True,
-            num_experts=8,
-            top_k_experts=3,
-            moe_intermediate_size=24,
-        ),
-        **_delta_configs(sizes),
     }
 
 

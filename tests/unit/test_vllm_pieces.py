@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import sides_around
-from mrlhf.weights.shard import Slot
+from mrlhf.weights.shard import Piece, Shape, Slot
 from tests.models.engines import hf_model, spec_of, tensors_of
 from tests.models.features import FEATURE_MODELS
 from tests.plans import check_agreement
@@ -138,6 +139,15 @@ def test_each_rank_of_gpt_oss_holds_what_vllm_expects(tp: int) -> None:
         assert "model.embedding.weight" in pieces and not any("self_attn" in n for n in pieces)
 
 
+def _stored(pieces: Sequence[Piece], full: Mapping[str, Tensor], shape: Shape) -> Tensor:
+    """The parameter of which each piece is stored, and the rest is 0."""
+    parameter = torch.zeros(shape)
+    for piece in pieces:
+        part = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+        Slot(piece, parameter).store(part)
+    return parameter
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_values_that_are_keys_are_rows_without_a_piece(tp: int) -> None:
     """Layers of a Gemma 4 without a window have other heads, and no v_proj."""
@@ -148,10 +158,7 @@ def test_values_that_are_keys_are_rows_without_a_piece(tp: int) -> None:
     name = whole + "self_attn.qkv_proj.weight"
     for rank in range(tp):
         pieces = parameter_pieces(spec, rank, tp)
-        parameter = torch.zeros(parameter_shapes(spec, tp)[name])
-        for piece in pieces[name]:
-            part = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
-            Slot(piece, parameter).store(part)
+        parameter = _stored(pieces[name], full, parameter_shapes(spec, tp)[name])
         queries = full[whole + "self_attn.q_proj.weight"].chunk(tp)[rank]
         keys = full[whole + "self_attn.k_proj.weight"]  # of the only KV head
         assert torch.equal(parameter, torch.cat([queries, keys, torch.zeros_like(keys)]))
@@ -172,10 +179,7 @@ def test_gate_and_up_rows_of_one_tensor_are_cut_apart(tp: int) -> None:
     gate, up = full["model.layers.2.experts.1.gate_up_proj"].chunk(2)
     for rank in range(tp):
         pieces = parameter_pieces(spec, rank, tp)
-        parameter = torch.zeros(parameter_shapes(spec, tp)[name])
-        for piece in pieces[name]:
-            part = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
-            Slot(piece, parameter).store(part)
+        parameter = _stored(pieces[name], full, parameter_shapes(spec, tp)[name])
         assert torch.equal(parameter, torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]))
         held = {piece.name for some in pieces.values() for piece in some}
         assert held | {"model.embed_tokens.weight"} == full.keys()  # one rank has padding of it
