@@ -148,7 +148,7 @@ SINK_LAYOUTS = {
     2: [AxisSizes(cp=2), AxisSizes(pp=2, pp_layers=(1, 3))],
     4: [AxisSizes(tp=2, cp=2)],
 }
-ADAPTED = ("qwen3-5", "gpt-oss", "gemma4-moe")
+ADAPTED = ("qwen3-5", "gpt-oss", "gemma4-moe", "gemma4-linked")
 DELTA_LAYOUTS = {
     1: [AxisSizes()],
     2: [
