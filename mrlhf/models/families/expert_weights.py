@@ -22,7 +22,6 @@ class ExpertNames:
 
     Attributes:
         router: the matrix of the router.
-        correction: the vector that is added to the scores for the choice.
         experts: the beginning of the names of the experts' tensors, before the number.
         gate: the matrix of an expert that goes through the activation.
         up: the matrix of an expert that is multiplied with it. None: its rows and those of `gate`
@@ -31,20 +30,20 @@ class ExpertNames:
         alternates: whether those rows alternate, and the matrices in stacks are transposed.
         down: the matrix of an expert that gives its output.
         shared: the beginning of the names of the shared expert's tensors.
-        shared_gate: the matrix that the shared expert's gate comes from.
     """
 
     router: str = "mlp.gate.weight"
-    correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     gate: str = "gate_proj.weight"
     up: str | None = "up_proj.weight"
     alternates: bool = False
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_expert"
-    shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
+CORRECTION = "mlp.gate.e_score_correction_bias"
+"""The vector that is added to the scores for the choice."""
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
 # What a mixture with own norms has more: parameters and their tensors.
 _ROUTER_SCALES = {
     "mlp.router.scale": "router.scale",
@@ -68,7 +67,7 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
     if experts.has_biases:
         yield prefix + _bias_of(names.router), (experts.count,)
     if experts.has_correction:
-        yield prefix + names.correction, (experts.count,)
+        yield prefix + CORRECTION, (experts.count,)
     for number in range(experts.count):
         expert = f"{prefix}{names.experts}.{number}."
         if names.up is None:
@@ -84,7 +83,7 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
         yield shared + "up_proj.weight", (experts.shared_ffn_size, hidden)
         yield shared + "down_proj.weight", (hidden, experts.shared_ffn_size)
     if experts.shared_gate:
-        yield prefix + names.shared_gate, (1, hidden)
+        yield prefix + _SHARED_GATE, (1, hidden)
     if experts.own_norms:
         yield prefix + "router.scale", (hidden,)
         yield prefix + "router.per_expert_scale", (experts.count,)
@@ -212,12 +211,12 @@ def _rules_beside_experts(
         "mlp.router.weight": names.router,
         "mlp.router.bias": _bias_of(names.router),
         **_ROUTER_SCALES,
-        "mlp.router.correction": names.correction,
+        "mlp.router.correction": CORRECTION,
     }
     shared = f"{prefix}{names.shared}."
     gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
     return whole(router), {
         "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
         "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),
-        **whole({"mlp.shared_gate.weight": names.shared_gate, **_OWN_NORMS}),
+        **whole({"mlp.shared_gate.weight": _SHARED_GATE, **_OWN_NORMS}),
     }
