@@ -23,7 +23,7 @@ from tests.models.megatron_lm import TOKENS, run_jobs
 
 VOCABULARY = 37
 _LATENT = {"kv_lora_rank": 12, "qk_head_dim": 5, "qk_pos_emb_head_dim": 4, "v_head_dim": 7}
-_OF_LATENT: dict[str, Any] = {
+_MIXTURES: dict[str, Any] = {
     "num_experts": 8,
     "moe_router_topk": 4,
     "moe_ffn_hidden_size": 12,
@@ -84,18 +84,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "head_dim": 8,
         "rotary_percent": 0.5,
-        "mixtures": {
-            "num_experts": 8,
-            "moe_router_topk": 4,
-            "moe_ffn_hidden_size": 12,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_topk_scaling_factor": 1.5,
-            "moe_router_num_groups": 4,
-            "moe_router_group_topk": 2,
-            "moe_router_enable_expert_bias": True,
-            "moe_shared_expert_intermediate_size": 24,
-            "moe_layer_freq": [0, 1, 1, 1],
-        },
+        "mixtures": _MIXTURES
+        | {"moe_shared_expert_intermediate_size": 24, "moe_layer_freq": [0, 1, 1, 1]},
     },
     "gpt_oss": {
         "gpt_oss": {
@@ -129,13 +119,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "latent": _LATENT
         | {"q_lora_rank": 10, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
         | {"mscale": 1.0, "mscale_all_dim": 0.7},
-        "mixtures": {**_OF_LATENT, "moe_layer_freq": [0, 1, 1, 1]},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": [0, 1, 1, 1]},
     },
     "glm4_moe_lite": {
         "qk_norm": True,
         "head_dim": 7,
         "latent": _LATENT | {"q_lora_rank": None, "rope_type": "rope"},
-        "mixtures": {**_OF_LATENT, "moe_layer_freq": [1, 0, 1, 1]},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": [1, 0, 1, 1]},
     },
 }
 """What Megatron-LM is told of the models of `tests/models/checkpoints.py`, beside their sizes."""
