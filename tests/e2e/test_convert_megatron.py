@@ -34,6 +34,23 @@ _OF_LATENT: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 12,
 }
+_DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 3,
+}
+_OF_DELTA: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_gate": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied-llama3": {
@@ -137,6 +154,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "latent": _LATENT | {"q_lora_rank": None, "rope_type": "rope"},
         "mixtures": {**_OF_LATENT, "moe_layer_freq": [1, 0, 1, 1]},
     },
+    "qwen3_next": {
+        "qk_norm": True,
+        "head_dim": 8,
+        "rotary_percent": 0.5,
+        "delta": {**_DELTA, "linear_attention_freq": 3},
+        "mixtures": {**_OF_DELTA, "moe_layer_freq": [1, 0, 1, 1]},
+    },
+    "qwen3_5_text-tied": {
+        "tied": True,
+        "qk_norm": True,
+        "head_dim": 8,
+        "rotary_percent": 0.5,
+        "delta": {**_DELTA, "linear_attention_freq": [0, 1, 1, 0]},
+    },
+    "qwen3_5_moe_text": {
+        "qk_norm": True,
+        "head_dim": 8,
+        "ffn_hidden_size": 12,
+        "rotary_percent": 0.5,
+        "delta": {**_DELTA, "linear_attention_freq": 2},
+        "mixtures": {**_OF_DELTA, "moe_layer_freq": 1},
+    },
 }
 """What Megatron-LM is told of the models of `tests/models/checkpoints.py`, beside their sizes."""
 
@@ -185,7 +224,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs = []
         for name, model in MODELS.items():
             if ranks == 1 or name in TWO_RANKS:
-                parts = ("mixtures", "latent", "gpt_oss")
+                parts = ("mixtures", "latent", "gpt_oss", "delta")
                 more = [name for part in parts for name in model.get(part, {})]
                 same = [*SAME_ARGUMENTS, *more] if ranks == 1 else []
                 jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, model=model))

@@ -48,6 +48,23 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "pad_token_id": None,
 }
+_DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "llama-tied-llama3": {
@@ -152,6 +169,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         "q_lora_rank": None,
+    },
+    "qwen3_next": {
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "tie_word_embeddings": False,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text-tied": {
+        **{key: value for key, value in _DELTA.items() if "expert" not in key},
+        "model_type": "qwen3_5_text",
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    "qwen3_5_moe_text": {
+        **_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "tie_word_embeddings": False,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
     },
 }
 """Every family that Megatron-LM has, with tied and untied embeddings."""

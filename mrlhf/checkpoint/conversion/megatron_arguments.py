@@ -9,6 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mrlhf.checkpoint.conversion.megatron_delta_nets import (
+    DELTA_FAMILIES,
+    DELTA_NEEDS,
+    DELTA_SIZES,
+    delta_arguments,
+    delta_config,
+    delta_contradictions,
+    delta_options,
+)
 from mrlhf.checkpoint.conversion.megatron_experts import (
     LATENT_FAMILIES,
     MIXTURE_FAMILIES,
@@ -46,7 +55,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
 # The families that a checkpoint of Megatron-LM alone can be said to be of.
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURE_FAMILIES)
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", *MIXTURE_FAMILIES)
 
 # Arguments that say how large the model is.
 SHAPE_ARGUMENTS = (
@@ -58,14 +67,14 @@ _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
-    *(*LATENT_SIZES, *LATENT_ROPE),
+    *(*LATENT_SIZES, *LATENT_ROPE, *DELTA_SIZES),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
-    *("multi_latent_attention", *LATENT_SIZES),
+    *("multi_latent_attention", *LATENT_SIZES, *DELTA_SIZES),
 )
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
@@ -145,6 +154,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **latent_arguments(spec),
+        **delta_arguments(spec),
         **expert_arguments(spec),
         **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
     }
@@ -154,8 +164,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
     """A feature of the model, in words, that Megatron-LM's layers or arguments lack, or None."""
     is_gpt_oss = spec.family == GPT_OSS
     features = {
-        "gated delta nets": spec.delta is not None,
-        "gates of attention": spec.output_gate,
+        "gates of attention, and no delta nets": spec.output_gate and spec.delta is None,
         "norms after attention and MLP": spec.norms_after,
         "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
         "indexers": spec.latent is not None and spec.latent.indexer is not None,
@@ -171,7 +180,9 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "caps of attention or logits": (spec.attention_cap, spec.logits_cap) != (None, None),
         "biases on o_proj or the MLP": (spec.o_bias or spec.mlp_bias) and not is_gpt_oss,
         "q, k and v in one tensor": spec.fused_tensors,
-        "layers that do not rotate": None in spec.ropes,
+        "layers that do not rotate": any(
+            rope is None and not spec.has_delta(layer) for layer, rope in enumerate(spec.ropes)
+        ),
         "a window on some layers only": len(set(spec.windows)) > 1 and not is_gpt_oss,
         **(beyond_gpt_oss(spec) if is_gpt_oss else {}),
     }
@@ -211,7 +222,7 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
         options.append(f"--rotary-percent {arguments['rotary_percent']}")
-    options += expert_options(arguments)
+    options += delta_options(arguments) + expert_options(arguments)
     return "\n".join(options) + "\n"
 
 
@@ -264,6 +275,8 @@ def config_of(
         config |= gpt_oss_config(arguments)
     if family in LATENT_FAMILIES:
         config |= latent_config(arguments)
+    if family in DELTA_FAMILIES:
+        config |= delta_config(arguments)
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
@@ -286,6 +299,8 @@ def _refuse_unknown(arguments: Mapping[str, Any], model_type: str | None) -> Non
 
 def _needed(family: str) -> dict[str, tuple[Any, Any]]:
     """For each argument with one value in all models of a family, its default and the value."""
+    if family in DELTA_FAMILIES:
+        return _NEEDED | DELTA_NEEDS
     if family != GPT_OSS:
         return _NEEDED
     compared = ("position_embedding_type", "window_attn_skip_freq", "activation_func_clamp_value")
@@ -319,7 +334,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             if stated != expected.get(name):
                 found.append(difference(name, stated, expected.get(name)))
 
-    found += contradictions(spec, arguments)
+    found += delta_contradictions(spec, arguments) + contradictions(spec, arguments)
     for name, (_, needed) in _needed(spec.family).items():
         if arguments.get(name, needed) != needed:
             found.append(difference(name, arguments[name], needed))
@@ -330,6 +345,8 @@ def _family_of(arguments: Mapping[str, Any]) -> str:
     """The family with exactly the features that the arguments turn on."""
     if arguments.get("softmax_type") == "learnable":
         return GPT_OSS
+    if arguments.get("experimental_attention_variant") == "gated_delta_net":
+        return "qwen3_5_text" if arguments.get("num_experts") is None else "qwen3_next"
     if arguments.get("num_experts") is not None:
         return family_of_mixtures(arguments)
     features = {
@@ -386,7 +403,7 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
 
 def _rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) -> dict[str, Any]:
     """The `rope_parameters` in the `config.json` of a checkpoint's model; `theta` is the base."""
-    if family == "glm4_moe":
+    if family == "glm4_moe" or family in DELTA_FAMILIES:
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
     if family == GPT_OSS:
