@@ -209,9 +209,11 @@ def save_model(
 
     generator = torch.Generator().manual_seed(7)
     model = auto.from_config(config)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.3 * values + (1.0 if parameter.dim() == 1 else 0.0)
+        if name.endswith("A_log"):
+            parameter.data -= 3.0  # else no token would see an earlier one
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

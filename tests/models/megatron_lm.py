@@ -3,9 +3,9 @@ own layers, its own dist_checkpointing. It knows nothing of our converter or wei
 
 python tests/models/megatron_lm.py JOBS.json
 
-Each job is a dictionary. It saves a model with random weights, or loads a checkpoint, and writes
-the logits of a few tokens. Imports stand in functions, because megatron-core's writer starts a
-process that imports this file again.
+Each job is a dictionary. It saves a model with random weights, or loads a checkpoint, which it may
+save again, and writes the logits of a few tokens. Imports stand in functions, because
+megatron-core's writer starts a process that imports this file again.
 """
 
 from __future__ import annotations
@@ -163,7 +163,10 @@ def _let_heads_of_values_differ(spec: Any) -> None:
 
 
 def _transformer_config(
-    args: argparse.Namespace, mixtures: dict[str, Any], latent: dict[str, Any], delta: dict[str, Any]
+    args: argparse.Namespace,
+    mixtures: dict[str, Any],
+    latent: dict[str, Any],
+    delta: dict[str, Any],
 ) -> Any:
     import torch
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -344,6 +347,8 @@ def load(job: dict[str, Any], model: Any) -> None:
     loaded = dist_checkpointing.load(sharded, folder, strict="raise_all")
     model.load_state_dict(loaded["model"], strict=True)
     torch.distributed.barrier()
+    if "again" in job:
+        save({**job, "checkpoint": job["again"]}, model)
 
 
 def logits(model: Any) -> Any:

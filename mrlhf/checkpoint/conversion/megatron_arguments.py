@@ -16,7 +16,6 @@ from mrlhf.checkpoint.conversion.megatron_delta_nets import (
     delta_arguments,
     delta_config,
     delta_contradictions,
-    delta_options,
 )
 from mrlhf.checkpoint.conversion.megatron_experts import (
     LATENT_FAMILIES,
@@ -68,6 +67,7 @@ _OPTIONS_WITH_VALUES = (
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
     *(*LATENT_SIZES, *LATENT_ROPE, *DELTA_SIZES),
+    *("experimental_attention_variant", "linear_attention_freq"),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
@@ -206,14 +206,15 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append("--position-embedding-type rope")
     for name in _OPTIONS_WITH_VALUES:
         if arguments.get(name) is not None:
-            options.append(f"--{name.replace('_', '-')} {arguments[name]}")
+            written = str(arguments[name]).replace(" ", "")
+            options.append(f"--{name.replace('_', '-')} {written}")
 
     if arguments["group_query_attention"]:
         options.append("--group-query-attention")
         options.append(f"--num-query-groups {arguments['num_query_groups']}")
-    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention")
-    for name in (*flags, "untie_embeddings_and_output_weights"):
-        if arguments[name]:
+    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention", "attention_output_gate")
+    for name in (*flags, "apply_layernorm_1p", "untie_embeddings_and_output_weights"):
+        if arguments.get(name):
             options.append(f"--{name.replace('_', '-')}")
     if arguments["use_rope_scaling"]:
         options.append("--use-rope-scaling")
@@ -222,7 +223,7 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
         options.append(f"--rotary-percent {arguments['rotary_percent']}")
-    options += delta_options(arguments) + expert_options(arguments)
+    options += expert_options(arguments)
     return "\n".join(options) + "\n"
 
 

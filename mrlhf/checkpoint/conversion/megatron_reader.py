@@ -139,7 +139,7 @@ class MegatronSource(ModelSource):
         else:
             self._check_like(like, vocab_size, model_type)
             self.spec = like
-        self._forms, self._parts = joined_forms(self.spec, stored, str(folder))
+        self._forms, self._parts = joined_forms(self.spec, stored)
         self._homes = find_homes(self.spec, self._forms, str(folder))
         self.tensors = {}
         for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
