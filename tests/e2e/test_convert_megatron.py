@@ -157,6 +157,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "qk_norm": True,
         "head_dim": 8,
+        "groups": 2,
         "rotary_percent": 0.5,
         "delta": {**_DELTA, "linear_attention_freq": [1, 1, 0, 1]},
         "mixtures": {**_OF_DELTA, "moe_layer_freq": [1, 0, 1, 1]},
@@ -165,12 +166,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": True,
         "qk_norm": True,
         "head_dim": 8,
+        "groups": 2,
         "rotary_percent": 0.5,
         "delta": {**_DELTA, "linear_attention_freq": [0, 1, 1, 0]},
     },
     "qwen3_5_moe_text": {
         "qk_norm": True,
         "head_dim": 8,
+        "groups": 2,
         "ffn_hidden_size": 12,
         "rotary_percent": 0.5,
         "delta": {**_DELTA, "linear_attention_freq": [1, 0, 1, 0]},

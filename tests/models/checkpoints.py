@@ -49,6 +49,7 @@ _LATENT: dict[str, Any] = {
     "pad_token_id": None,
 }
 _DELTA: dict[str, Any] = {
+    "num_key_value_heads": 2,
     "head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,

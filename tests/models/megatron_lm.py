@@ -60,7 +60,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         ffn_hidden_size=model.get("ffn_hidden_size", 24),
         num_attention_heads=8,
         group_query_attention="latent" not in model,
-        num_query_groups=8 if "latent" in model else 4,
+        num_query_groups=8 if "latent" in model else model.get("groups", 4),
         kv_channels=model.get("head_dim", 4),
         max_position_embeddings=model.get("max_positions", 64),
         position_embedding_type="rope",
