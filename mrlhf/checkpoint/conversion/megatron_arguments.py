@@ -64,17 +64,18 @@ SHAPE_ARGUMENTS = (
 # Arguments whose values stand in the command line, unless they are None.
 _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("experimental_attention_variant", "linear_attention_freq", *DELTA_SIZES),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
-    *(*LATENT_SIZES, *LATENT_ROPE, *DELTA_SIZES),
-    *("experimental_attention_variant", "linear_attention_freq"),
+    *(*LATENT_SIZES, *LATENT_ROPE),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *DELTA_SIZES,
     *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
-    *("multi_latent_attention", *LATENT_SIZES, *DELTA_SIZES),
+    *("multi_latent_attention", *LATENT_SIZES),
 )
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
@@ -154,9 +155,9 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **latent_arguments(spec),
-        **delta_arguments(spec),
         **expert_arguments(spec),
         **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
+        **delta_arguments(spec),
     }
 
 
@@ -212,13 +213,15 @@ def command_line(arguments: Mapping[str, Any]) -> str:
     if arguments["group_query_attention"]:
         options.append("--group-query-attention")
         options.append(f"--num-query-groups {arguments['num_query_groups']}")
-    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention", "attention_output_gate")
-    for name in (*flags, "apply_layernorm_1p", "untie_embeddings_and_output_weights"):
-        if arguments.get(name):
+    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention")
+    for name in (*flags, "untie_embeddings_and_output_weights"):
+        if arguments[name]:
             options.append(f"--{name.replace('_', '-')}")
     if arguments["use_rope_scaling"]:
         options.append("--use-rope-scaling")
         options.append(f"--rope-scaling-factor {arguments['rope_scaling_factor']}")
+    if "attention_output_gate" in arguments:
+        options += ["--attention-output-gate", "--apply-layernorm-1p"]
     if arguments["window_size"] is not None:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
@@ -274,10 +277,10 @@ def config_of(
         config["sliding_window"] = None if window is None else window[0] + 1
     if family == GPT_OSS:
         config |= gpt_oss_config(arguments)
-    if family in LATENT_FAMILIES:
-        config |= latent_config(arguments)
     if family in DELTA_FAMILIES:
         config |= delta_config(arguments)
+    if family in LATENT_FAMILIES:
+        config |= latent_config(arguments)
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
@@ -320,6 +323,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
         if is_used and arguments.get(name) not in (None, expected[name]):
             found.append(difference(name, arguments[name], expected[name]))
 
+    found += delta_contradictions(spec, arguments)
     if "window_size" in arguments:
         window = arguments["window_size"] and tuple(arguments["window_size"])
         if window != expected["window_size"]:
@@ -335,7 +339,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             if stated != expected.get(name):
                 found.append(difference(name, stated, expected.get(name)))
 
-    found += delta_contradictions(spec, arguments) + contradictions(spec, arguments)
+    found += contradictions(spec, arguments)
     for name, (_, needed) in _needed(spec.family).items():
         if arguments.get(name, needed) != needed:
             found.append(difference(name, arguments[name], needed))
