@@ -171,7 +171,7 @@ def test_what_megatron_lm_does_not_describe_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_norm_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Less 1, a weight below 1/2 would lose bits; and Qwen3.5's files have it in float32."""
+    """Less 1, a weight below 1/2 would lose bits; a file may have it in another dtype, too."""
     save_model("qwen3_5_text-tied", tmp_path / "hf", dtype)
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
