@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mrlhf.checkpoint.conversion.megatron_delta_nets import DELTA_NAMES, with_parts_apart
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
@@ -43,7 +44,7 @@ _OTHER_NAMES = {
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 }
-_OUR_NAMES = {theirs: ours for ours, theirs in _OTHER_NAMES.items()}
+_OUR_NAMES = {theirs: ours for ours, theirs in (_OTHER_NAMES | DELTA_NAMES).items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -98,8 +99,10 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
         # No layer follows the norm of a mixture at once.
         name = (_FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS).get(name, name)
     name = _OTHER_NAMES.get(name, name)
+    if spec.has_delta(layer):
+        name = DELTA_NAMES.get(name, name)
 
-    if spec.experts is None or all(spec.experts.layers):
+    if spec.delta is None and (spec.experts is None or all(spec.experts.layers)):
         home = StoredAt(LAYERS + name, (layer,), (spec.num_layers,))
     else:
         home = StoredAt(f"{LAYERS}{layer}.{name}")
@@ -120,6 +123,8 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
         layers = ["linear_qkv.weight", "linear_proj.weight"]
         if spec.latent is not None:
             layers = [name for name in latent_parameters(spec.latent) if name.startswith("linear")]
+        if spec.has_delta(layer):
+            layers = ["in_proj", "out_proj"]
         modules = [f"self_attention.{name.removesuffix('.weight')}" for name in layers]
         modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
 
@@ -156,7 +161,7 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) ->
     shapes = family.tensor_shapes(spec)
     # A layer's rules also name tensors of features that the model does not have.
     rules = {}
-    for parameter, rule in family.all_rules(spec).items():
+    for parameter, rule in with_parts_apart(spec, family.all_rules(spec)).items():
         if shapes.keys() >= set(rule.names):
             rules[parameter] = rule
 
