@@ -27,7 +27,8 @@ PROBABILITIES = Chapter(
            "Pearson's correlation of the two", verl=SAME),
     Metric("training/rollout_experts_differ", "mean", "tokens and mixtures", "share",
            "native engine, not in bypass mode: trainer and engine chose different experts "
-           "([router replay](models.md#router-replay))"),
+           "([router replay](models.md#router-replay)); with partial rollouts tokens that older "
+           "versions drew count too, whose experts the updates since have changed"),
 )
 
 CORRECTION = Chapter(
