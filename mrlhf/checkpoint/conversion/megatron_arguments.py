@@ -32,6 +32,14 @@ from mrlhf.checkpoint.conversion.megatron_gpt_oss import (
     gpt_oss_rope_parameters,
     stated_gpt_oss,
 )
+from mrlhf.checkpoint.conversion.megatron_indexers import (
+    INDEXER_FAMILIES,
+    beyond_indexers,
+    indexer_arguments,
+    indexer_config,
+    indexer_contradictions,
+    indexer_options,
+)
 from mrlhf.checkpoint.conversion.megatron_latents import (
     LATENT_ROPE,
     LATENT_SIZES,
@@ -145,6 +153,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **latent_arguments(spec),
+        **indexer_arguments(spec),
         **expert_arguments(spec),
         **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
     }
@@ -158,7 +167,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "gates of attention": spec.output_gate,
         "norms after attention and MLP": spec.norms_after,
         "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
-        "indexers": spec.latent is not None and spec.latent.indexer is not None,
+        **beyond_indexers(spec),
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (
@@ -211,6 +220,7 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
         options.append(f"--rotary-percent {arguments['rotary_percent']}")
+    options += indexer_options(arguments)
     options += expert_options(arguments)
     return "\n".join(options) + "\n"
 
@@ -264,6 +274,8 @@ def config_of(
         config |= gpt_oss_config(arguments)
     if family in LATENT_FAMILIES:
         config |= latent_config(arguments)
+    if family in INDEXER_FAMILIES:
+        config |= indexer_config(arguments, family)
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
@@ -319,6 +331,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             if stated != expected.get(name):
                 found.append(difference(name, stated, expected.get(name)))
 
+    found += [difference(*values) for values in indexer_contradictions(spec, arguments)]
     found += contradictions(spec, arguments)
     for name, (_, needed) in _needed(spec.family).items():
         if arguments.get(name, needed) != needed:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
+from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_MODULES, INDEXER_NAMES
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
@@ -42,6 +43,7 @@ _OTHER_NAMES = {
     "mlp.shared.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
+    **INDEXER_NAMES,
 }
 _OUR_NAMES = {theirs: ours for ours, theirs in _OTHER_NAMES.items()}
 
@@ -95,8 +97,10 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
     if expert is not None:
         name = f"mlp.experts.experts.{expert[2]}"
     elif fused_norms and not (name.startswith("pre_mlp") and spec.has_experts(layer)):
-        # No layer follows the norm of a mixture at once.
-        name = (_FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS).get(name, name)
+        # No layer follows the norm of a mixture at once, or a norm whose output an indexer takes.
+        is_read = spec.indexer_of(0) is not None and name.startswith("self_attention.")
+        fused = _FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS
+        name = name if is_read else fused.get(name, name)
     name = _OTHER_NAMES.get(name, name)
 
     if spec.experts is None or all(spec.experts.layers):
@@ -121,6 +125,7 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
         if spec.latent is not None:
             layers = [name for name in latent_parameters(spec.latent) if name.startswith("linear")]
         modules = [f"self_attention.{name.removesuffix('.weight')}" for name in layers]
+        modules += INDEXER_MODULES if spec.indexer_of(layer) is not None else ()
         modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
 
         for module in modules:
