@@ -102,7 +102,8 @@ def attend_sparsely(block: Any) -> None:
         if IS_NEW:
             from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
+            parts = vars(attention.submodules)
             attention.module = absorbed_mla.AbsorbedMLASelfAttention
-            attention.submodules = absorbed_mla.AbsorbedMLASelfAttentionSubmodules(
-                **vars(attention.submodules)
-            )
+            attention.submodules = absorbed_mla.AbsorbedMLASelfAttentionSubmodules()
+            for name in vars(attention.submodules):
+                setattr(attention.submodules, name, parts[name])

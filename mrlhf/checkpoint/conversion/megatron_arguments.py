@@ -33,12 +33,12 @@ from mrlhf.checkpoint.conversion.megatron_gpt_oss import (
     stated_gpt_oss,
 )
 from mrlhf.checkpoint.conversion.megatron_indexers import (
+    INDEXER_COMPARED,
     INDEXER_FAMILIES,
-    beyond_indexers,
+    INDEXER_VALUES,
     indexer_arguments,
     indexer_config,
-    indexer_contradictions,
-    indexer_options,
+    indexer_problems,
 )
 from mrlhf.checkpoint.conversion.megatron_latents import (
     LATENT_ROPE,
@@ -66,14 +66,14 @@ _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
-    *(*LATENT_SIZES, *LATENT_ROPE),
+    *(*LATENT_SIZES, *LATENT_ROPE, *INDEXER_VALUES),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
-    *("multi_latent_attention", *LATENT_SIZES),
+    *("multi_latent_attention", *LATENT_SIZES, *INDEXER_COMPARED),
 )
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
@@ -91,6 +91,7 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "mtp_num_layers": (None, None),
     "window_attn_skip_freq": (None, None),
     "no_rope_freq": (None, None),
+    "dsa_indexer_scoring_relu": (True, True),
     **OTHERS_NEED,
     **ROUTER_NEEDS,
 }
@@ -153,6 +154,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **latent_arguments(spec),
+        "experimental_attention_variant": None,
         **indexer_arguments(spec),
         **expert_arguments(spec),
         **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
@@ -167,7 +169,6 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "gates of attention": spec.output_gate,
         "norms after attention and MLP": spec.norms_after,
         "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
-        **beyond_indexers(spec),
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (
@@ -209,9 +210,10 @@ def command_line(arguments: Mapping[str, Any]) -> str:
     if arguments["group_query_attention"]:
         options.append("--group-query-attention")
         options.append(f"--num-query-groups {arguments['num_query_groups']}")
-    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention")
-    for name in (*flags, "untie_embeddings_and_output_weights"):
-        if arguments[name]:
+    flags = ["add_qkv_bias", "qk_layernorm", "multi_latent_attention"]
+    flags += ["untie_embeddings_and_output_weights", "dsa_indexer_rope_interleaved"]
+    for name in flags:
+        if arguments.get(name):
             options.append(f"--{name.replace('_', '-')}")
     if arguments["use_rope_scaling"]:
         options.append("--use-rope-scaling")
@@ -220,7 +222,8 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
         options.append(f"--rotary-percent {arguments['rotary_percent']}")
-    options += indexer_options(arguments)
+    if arguments["experimental_attention_variant"] == "dsa":
+        options += ["--no-dsa-indexer-rotate-activation", "--no-rope-fusion"]
     options += expert_options(arguments)
     return "\n".join(options) + "\n"
 
@@ -331,7 +334,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             if stated != expected.get(name):
                 found.append(difference(name, stated, expected.get(name)))
 
-    found += [difference(*values) for values in indexer_contradictions(spec, arguments)]
+    found += indexer_problems(spec, arguments)
     found += contradictions(spec, arguments)
     for name, (_, needed) in _needed(spec.family).items():
         if arguments.get(name, needed) != needed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_FAMILIES, family_with_indexers
+from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_FAMILIES, family_of_latents
 from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import Experts, ModelSpec
 
@@ -139,7 +139,7 @@ def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
     """The family that has the most notable feature of a checkpoint's mixtures."""
     stated = stated_experts(arguments)
     if arguments.get("multi_latent_attention"):
-        return family_with_indexers(arguments) or "deepseek_v3"
+        return family_of_latents(arguments)
     if stated["moe_router_score_function"] == "sigmoid":
         return "glm4_moe"
     if stated["moe_shared_expert_intermediate_size"] is not None:

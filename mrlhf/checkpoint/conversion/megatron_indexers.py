@@ -13,11 +13,9 @@ from typing import Any
 from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import ModelSpec
 
-# The families with indexers, and whether these rotate neighbours.
-INDEXER_FAMILIES = {"deepseek_v32": False, "glm_moe_dsa": True}
+INDEXER_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 _VARIANT = "experimental_attention_variant"
 _INTERLEAVED = "dsa_indexer_rope_interleaved"
-_ROTATE = "dsa_indexer_rotate_activation"
 # Sizes, and their keys in `config.json`.
 _SIZES = {
     "dsa_indexer_n_heads": "index_n_heads",
@@ -26,109 +24,72 @@ _SIZES = {
 }
 # Which layers choose, with Megatron-LM's defaults.
 _SHARING = {"dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0}
-_THEIRS = "self_attention.core_attention.indexer."
-INDEXER_MODULES = tuple(f"{_THEIRS}linear_{name}" for name in ("wq_b", "wk", "weights_proj"))
+INDEXER_VALUES = (_VARIANT, *_SIZES, *_SHARING, "dsa_indexer_k_norm_epsilon")
+INDEXER_COMPARED = (_VARIANT, *_SIZES, _INTERLEAVED)
+
+_MODULE = "self_attention.core_attention.indexer."
 # Megatron-LM's names of parameters, by ours.
 INDEXER_NAMES = {
-    f"self_attention.indexer.{name}": _THEIRS + ("" if name.startswith("k_norm") else "linear_") + name
-    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+    **{f"self_attention.indexer.k_norm.{x}": f"{_MODULE}k_norm.{x}" for x in ("weight", "bias")},
+    **{
+        f"self_attention.indexer.{name}.weight": f"{_MODULE}linear_{name}.weight"
+        for name in ("wq_b", "wk", "weights_proj")
+    },
 }
-_TOO_OLD = (
-    "the checkpoint's indexers are of megatron-core before 0.19, which computes otherwise than "
-    f"transformers; only those with the argument {_INTERLEAVED} are converted"
-)
 
 
 def indexer_arguments(spec: ModelSpec) -> dict[str, Any]:
     """The arguments of Megatron-LM for the indexers of a model, which may have none."""
-    indexer = None if spec.latent is None else spec.latent.indexer
+    indexer = spec.indexer_of(0)
     if indexer is None:
         return {}
-    sizes = (indexer.heads, indexer.head_dim, indexer.most)
+    assert spec.experts is not None, "an indexer in a model without experts"
+    sharing = _sharing(indexer.layers, spec.experts.layers)
+    values = ("dsa", indexer.heads, indexer.head_dim, indexer.most, *sharing, 1e-6)
     return {
-        _VARIANT: "dsa",
-        **dict(zip(_SIZES, sizes, strict=True)),
-        **dict(zip(_SHARING, _distances(indexer.layers) or (1, 0), strict=True)),
+        **dict(zip(INDEXER_VALUES, values, strict=True)),
         _INTERLEAVED: indexer.interleaved,
-        _ROTATE: False,  # changes no product, and needs a GPU
-        "dsa_indexer_k_norm_epsilon": 1e-6,
+        # A rotation of queries and keys that changes no product of theirs, and needs a GPU.
+        "dsa_indexer_rotate_activation": False,
         "apply_rope_fusion": False,
     }
 
 
-def indexer_options(arguments: Mapping[str, Any]) -> list[str]:
-    """The options of `pretrain_gpt.py` that make the indexers of `indexer_arguments`."""
-    if arguments.get(_VARIANT) != "dsa":
-        return []
-    names = (_VARIANT, *_SIZES, *_SHARING, "dsa_indexer_k_norm_epsilon")
-    options = [f"--{name.replace('_', '-')} {arguments[name]}" for name in names]
-    if arguments[_INTERLEAVED]:
-        options.append("--dsa-indexer-rope-interleaved")
-    return [*options, "--no-dsa-indexer-rotate-activation", "--no-rope-fusion"]
-
-
-def beyond_indexers(spec: ModelSpec) -> dict[str, bool]:
-    """Features, in words, that Megatron-LM's indexers lack, and whether the model has them."""
-    indexer = None if spec.latent is None else spec.latent.indexer
-    shares = indexer is not None and not all(indexer.layers)
-    return {
-        "indexers at irregular distances": indexer is not None and not _distances(indexer.layers),
-        # It would stack the indexers of all layers, and some have none.
-        "indexers in some layers and experts in all": shares
-        and spec.experts is not None
-        and all(spec.experts.layers),
-    }
-
-
-def family_with_indexers(arguments: Mapping[str, Any]) -> str | None:
-    """The family of a checkpoint that has indexers; None: it has none."""
-    if arguments.get(_VARIANT) != "dsa":
-        return None
-    return "glm_moe_dsa" if arguments.get(_INTERLEAVED) else "deepseek_v32"
+def family_of_latents(arguments: Mapping[str, Any]) -> str:
+    """The family of a checkpoint with latent attention."""
+    return INDEXER_FAMILIES[bool(arguments.get(_INTERLEAVED))] if _has(arguments) else "deepseek_v3"
 
 
 def indexer_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The keys of a `config.json` for indexers; CheckpointError: there are none, or older ones."""
-    if arguments.get(_VARIANT) != "dsa":
+    """The keys of a `config.json` for indexers; CheckpointError: there are none."""
+    if not _has(arguments):
         raise CheckpointError(f"the checkpoint has no indexers, and so is no {family} model")
-    if _INTERLEAVED not in arguments:
-        raise CheckpointError(_TOO_OLD)
     config: dict[str, Any] = {key: arguments.get(name) for name, key in _SIZES.items()}
     if family == "glm_moe_dsa":
-        kinds = {True: "full", False: "shared"}
-        config["indexer_types"] = [kinds[chooses] for chooses in _stated_layers(arguments)]
+        layers = _stated_layers(arguments)
+        config["indexer_types"] = ["full" if chooses else "shared" for chooses in layers]
     return config
 
 
-def indexer_contradictions(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What a checkpoint states of indexers otherwise than the model: name, stated, expected.
+def indexer_problems(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
+    """In what a checkpoint's indexers differ from the model's, beside `INDEXER_COMPARED`.
 
-    Raises:
-        CheckpointError: they are of a version that computes otherwise.
+    A CheckpointError says that they are of a version of megatron-core that computes otherwise.
     """
-    expected = indexer_arguments(spec)
-    stated = arguments.get(_VARIANT)
-    if _VARIANT not in arguments or not (expected or stated == "dsa"):
+    indexer = spec.indexer_of(0)
+    if indexer is None or not _has(arguments):
         return []
-    if not expected or stated != "dsa":
-        return [(_VARIANT, stated, expected.get(_VARIANT))]
     if _INTERLEAVED not in arguments:
-        raise CheckpointError(_TOO_OLD)
+        raise CheckpointError(
+            f"the checkpoint has indexers and does not state {_INTERLEAVED}: it is of "
+            "megatron-core before 0.19, whose indexers compute otherwise than transformers"
+        )
+    is_same = _stated_layers(arguments) == indexer.layers
+    return [] if is_same else [f"{' and '.join(_SHARING)} give indexers to other layers than there"]
 
-    found = [
-        (name, arguments[name], expected[name])
-        for name in (*_SIZES, _INTERLEAVED)
-        if arguments.get(name) not in (None, expected[name])
-    ]
-    if not arguments.get("dsa_indexer_scoring_relu", True):
-        found.append(("dsa_indexer_scoring_relu", False, True))
-    size = expected["dsa_indexer_head_dim"]
-    if arguments.get(_ROTATE) and size & (size - 1):  # it fills up heads, and cuts them again
-        found.append((_ROTATE, True, False))
-    if _stated_layers(arguments) != spec.latent.indexer.layers:
-        stated_numbers = [arguments.get(name, default) for name, default in _SHARING.items()]
-        found.append((" and ".join(_SHARING), stated_numbers, [expected[name] for name in _SHARING]))
-    return found
+
+def _has(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get(_VARIANT) == "dsa"
 
 
 def _stated_layers(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -138,14 +99,22 @@ def _stated_layers(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _choosing(frequency: int, offset: int, num_layers: int) -> tuple[bool, ...]:
-    first = max(offset, 1)
+    first = max(offset, 1)  # layers count from 1
     return tuple(max(layer - first, 0) % frequency == 0 for layer in range(1, num_layers + 1))
 
 
-def _distances(layers: tuple[bool, ...]) -> tuple[int, int] | None:
-    """Megatron-LM's frequency and offset of the layers that choose; None: they have none."""
+def _sharing(layers: tuple[bool, ...], sparse: tuple[bool, ...]) -> tuple[int, int]:
+    """Megatron-LM's frequency and offset of the layers that choose; `sparse` have experts."""
     if all(layers):
         return 1, 0
     numbers = range(1, len(layers) + 1)
-    pairs = ((frequency, first) for frequency in numbers for first in numbers)
-    return next((pair for pair in pairs if _choosing(*pair, len(layers)) == layers), None)
+    pairs = ((frequency, offset) for frequency in numbers for offset in numbers)
+    fits = [pair for pair in pairs if _choosing(*pair, len(layers)) == layers]
+    # Where all layers have experts, it stacks each parameter of all, and some have no indexer.
+    if not fits or all(sparse):
+        raise CheckpointError(
+            f"the layers {[number for number, chooses in enumerate(layers) if chooses]} of "
+            f"{len(layers)} have indexers; Megatron-LM's come at regular distances, in a model "
+            "with a layer without experts; keep it as a Hugging Face model"
+        )
+    return fits[0]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
-from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_MODULES, INDEXER_NAMES
+from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_NAMES
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
@@ -125,7 +125,9 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
         if spec.latent is not None:
             layers = [name for name in latent_parameters(spec.latent) if name.startswith("linear")]
         modules = [f"self_attention.{name.removesuffix('.weight')}" for name in layers]
-        modules += INDEXER_MODULES if spec.indexer_of(layer) is not None else ()
+        if spec.indexer_of(layer) is not None:
+            names = INDEXER_NAMES.values()
+            modules += [name.removesuffix(".weight") for name in names if "k_norm" not in name]
         modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
 
         for module in modules:
