@@ -328,15 +328,13 @@ class Rollout:
     def select(self, rows: Sequence[int]) -> Rollout:
         """The samples at `rows`, in that order."""
         index = torch.tensor(rows, dtype=torch.int64)
+        tables: dict[str, Any] = {
+            name: table[index] for name, table in vars(self).items() if isinstance(table, Tensor)
+        }
         return Rollout(
+            **tables,
             prompts=self.prompts.select(rows),
             sample_index=[self.sample_index[row] for row in rows],
-            response_ids=self.response_ids[index],
-            response_mask=self.response_mask[index],
-            loss_mask=self.loss_mask[index],
-            rollout_logprobs=self.rollout_logprobs[index],
-            versions=self.versions[index],
-            stopped=self.stopped[index],
             experts=None
             if self.experts is None
             else ExpertRecord.join([self.experts.of_rows(rows)]),
@@ -344,7 +342,6 @@ class Rollout:
             if self.masks is None
             else SamplingMasks.join([self.masks.of_rows(rows)], self.masks.counts[index]),
             episodes=None if self.episodes is None else [self.episodes[row] for row in rows],
-            placed=None if self.placed is None else self.placed[index],
         )
 
     @staticmethod

@@ -25,6 +25,25 @@ _HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 3,
     "linear_value_head_dim": 5,
 }
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": None,
+}
 _GEMMA_4: dict[str, Any] = {
     "head_dim": 4,
     "global_head_dim": 8,
@@ -63,11 +82,7 @@ MODELS = tuple(_FAMILY)
 _MIXTURE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-    },
+    "qwen2_moe": _SHARED_EXPERT,
     "glm4_moe": {
         "n_routed_experts": 4,
         "moe_intermediate_size": 12,
@@ -84,51 +99,16 @@ _MIXTURE: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 12,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 8,
-        "q_lora_rank": 14,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 5,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 3,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 12,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "pad_token_id": None,
-    },
+    "deepseek_v3": _LATENT,
     "glm_moe_dsa": {
-        "num_key_value_heads": 8,
-        "q_lora_rank": 14,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 5,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 3,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 12,
-        "first_k_dense_replace": 1,
+        **_LATENT,
         "index_topk": 2048,
         "index_head_dim": 6,
         "index_n_heads": 3,
         "indexer_types": ["full", "full", "shared", "full"],
-        "n_group": 1,
-        "topk_group": 1,
-        "pad_token_id": None,
     },
-    "qwen3_next": {
-        **_HYBRID,
-        "num_experts": 4,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-    },
-    "qwen3_5_moe_text": {
-        **_HYBRID,
-        "linear_num_value_heads": 12,
-        "num_experts": 4,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-    },
+    "qwen3_next": {**_HYBRID, **_SHARED_EXPERT},
+    "qwen3_5_moe_text": {**_HYBRID, **_SHARED_EXPERT, "linear_num_value_heads": 12},
 }
 MIXTURES = tuple(_MIXTURE)
 

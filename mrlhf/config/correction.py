@@ -9,40 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BeforeValidator, model_validator
 
 from mrlhf.config.fields import Rows, Section, known_name
 from mrlhf.config.reads import read_if
 from mrlhf.rl.names import BypassLoss, Statistic, WeightLevel, estimator_traits
-
-CorrectionPreset = Literal[
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_token_icepop",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "geo_rs_seq_tis",
-    "geo_rs_token_tis",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_token_icepop",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-    "bypass_pg_sc",
-    "bypass_pg_token_tis_sc",
-    "bypass_pg_token_icepop_sc",
-    "disabled",
-]
 
 _TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 _SEQUENCE_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
@@ -81,6 +54,11 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "disabled": {},
     }
 )
+
+if TYPE_CHECKING:
+    CorrectionPreset = str
+else:
+    CorrectionPreset = Literal[tuple(PRESETS)]
 
 _NUMBERS_OF = {
     "rollout_is": ("rollout_is_threshold", "rollout_is_batch_normalize"),
@@ -166,7 +144,7 @@ class RolloutCorrectionSection(Section):
     The metrics of the difference are reported in any case.
     """
 
-    preset: Annotated[CorrectionPreset | None, known_name(get_args(CorrectionPreset))] = None
+    preset: Annotated[CorrectionPreset | None, known_name(tuple(PRESETS))] = None
     """a named setting of all the keys below; a key beside it wins, a key of an earlier file does
     not; after reading it is null and the keys hold its values"""
     rollout_is: WeightLevel | None = None

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 
 from mrlhf.host.products import float32_is_faster
 from mrlhf.models.attention_sizes import attention_layers
-from mrlhf.models.parallel_sizes import tp_problem
+from mrlhf.models.parallel_sizes import divisors, tp_problem
 from mrlhf.models.spec import DeltaNet, Experts, ModelSpec
 
 Store = TypeVar("Store")
@@ -142,16 +143,12 @@ def engine_tp_problem(
     Returns:
         None if the size fits.
     """
-
-    def native_misfit(spec: ModelSpec, tp: int) -> str | None:
-        return _native_vocabulary(spec, tp) or _experts(spec, tp, ep)
-
     return tp_problem(
         "rollout.tp",
         tp,
         spec,
         whole_kv_heads=True,
-        vocabulary=_vllm_misfit if engine == "vllm" else native_misfit,
+        vocabulary=_vllm_misfit if engine == "vllm" else partial(_native_misfit, ep=ep),
         ranks=ranks,
     )
 
@@ -168,7 +165,7 @@ def engine_ep_problem(
         split = f"rollout.ep {ep}: in vLLM each expert is split over all ranks; leave it out"
         return split if ep > 1 else None
 
-    fits = [str(size) for size in _divisors(tp) if _experts(spec, tp, size) is None]
+    fits = [str(size) for size in divisors(tp) if _experts(spec, tp, size) is None]
     if tp % ep == 0 and str(ep) in fits:
         return None
     remedy = f"use one of {', '.join(fits)}" if fits else "use another rollout.tp"
@@ -193,7 +190,7 @@ def engine_ep(
         return wanted or 1
     # Split over as many ranks as in training, experts can share their memory with it. Otherwise
     # all ranks of the replica split each expert, for equal work, or as many as possible.
-    sizes = _divisors(tp)
+    sizes = divisors(tp)
     if tp % actor_etp == 0:
         sizes.insert(0, tp // actor_etp)
     return next((size for size in sizes if _experts(spec, tp, size) is None), 1)
@@ -246,10 +243,10 @@ def _vllm_misfit(spec: ModelSpec, tp: int) -> str | None:
     return _experts(spec, tp, ep=1)
 
 
-def _native_vocabulary(spec: ModelSpec, tp: int) -> str | None:
+def _native_misfit(spec: ModelSpec, tp: int, ep: int | None) -> str | None:
     rows = spec.padded_vocab(tp) // tp
     if (tp - 1) * rows < spec.vocab_size:
-        return None
+        return _experts(spec, tp, ep)
     return f"vocabulary {spec.vocab_size} (in parts of {rows}, the last rank would have none)"
 
 
@@ -258,12 +255,8 @@ def _experts(spec: ModelSpec, tp: int, ep: int | None) -> str | None:
     experts = spec.experts
     if experts is None:
         return None
-    for size in _divisors(tp) if ep is None else [ep]:
+    for size in divisors(tp) if ep is None else [ep]:
         divides = tp % size == 0 and experts.count % size == 0
         if divides and experts.ffn_size % (tp // size) == 0:
             return None
     return f"{experts.count} experts of width {experts.ffn_size}"
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

@@ -73,16 +73,16 @@ class AttentionSizes:
 @lru_cache(maxsize=8)
 def attention_layers(spec: ModelSpec) -> tuple[AttentionSizes, ...]:
     """Return the sizes of each layer's attention, or of what it has in its place."""
-    attention = tuple(attention_of(spec.of_layer(layer)) for layer in range(spec.num_layers))
-    if spec.latent is not None and spec.latent.indexer is not None:
-        indexer = spec.latent.indexer
-        choosing = _choosing(spec, spec.latent, indexer, attention[0])
-        return tuple(choosing if own else attention[0] for own in indexer.layers)
-    if spec.delta is None:
-        return attention
-    net = _of_delta_net(spec.hidden_size, spec.delta)
-    kinds = zip(spec.delta.layers, attention, strict=True)
-    return tuple(net if is_delta else sizes for is_delta, sizes in kinds)
+    layers = []
+    for layer in range(spec.num_layers):
+        sizes = attention_of(spec.of_layer(layer))
+        indexer = spec.indexer_of(layer)
+        if spec.delta is not None and spec.has_delta(layer):
+            sizes = _of_delta_net(spec.hidden_size, spec.delta)
+        elif spec.latent is not None and indexer is not None:
+            sizes = _choosing(spec, spec.latent, indexer, sizes)
+        layers.append(sizes)
+    return tuple(layers)
 
 
 @lru_cache(maxsize=8)

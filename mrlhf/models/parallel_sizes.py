@@ -39,7 +39,7 @@ def tp_problem(
 
     # More ranks than attention heads cannot fit.
     fits = [
-        str(size)
+        size
         for size in range(1, spec.num_heads + 1)
         if not _misfits(size, spec, whole_kv_heads, vocabulary)
         and (ranks is None or ranks % size == 0)
@@ -77,7 +77,7 @@ def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
         sizes += f" x {prefix}vpp {stages.vpp} = {stages.count}"
     first = 1 if stages.vpp == 1 else 2  # virtual stages take turns with those of other ranks
     fits = [
-        str(size)
+        size
         for size in range(first, layers + 1)
         if Stages(size, stages.vpp).split(layers) is not None
     ]
@@ -123,10 +123,9 @@ def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
         return None
 
     if experts.count % sizes.ep:
-        fits = [str(size) for size in range(1, experts.count + 1) if experts.count % size == 0]
         return (
             f"{prefix}ep {sizes.ep} does not fit the model's {experts.count} experts; use "
-            f"{_one_of(fits)}"
+            f"{_one_of(divisors(experts.count))}"
         )
     if experts.ffn_size % sizes.expert_tp:
         return (
@@ -143,10 +142,9 @@ def cp_problem(key: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
     heads = spec.delta.key_heads // sizes.tp
     if heads % sizes.cp == 0:
         return None
-    fits = [str(size) for size in range(1, heads + 1) if heads % size == 0]
     return (
         f"{key} {sizes.cp} does not divide the {heads} key heads that a tensor-parallel rank "
-        f"has of the model's delta nets; use {_one_of(fits)}"
+        f"has of the model's delta nets; use {_one_of(divisors(heads))}"
     )
 
 
@@ -190,5 +188,10 @@ def _kv_misfit(tp: int, spec: ModelSpec, whole_kv_heads: bool) -> str | None:
     return None
 
 
-def _one_of(sizes: list[str]) -> str:
-    return sizes[0] if len(sizes) == 1 else f"one of {', '.join(sizes)}"
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _one_of(sizes: list[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"one of {', '.join(map(str, sizes))}"

@@ -7,6 +7,7 @@ tensors and no process groups.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -58,6 +59,12 @@ def never_trains(parameter: str) -> bool:
 def is_hidden_matrix(parameter: str) -> bool:
     """Whether it holds matrices of hidden layers: no embedding, output, router or gate."""
     return parameter.endswith(_LINEAR)
+
+
+def weight_bytes(piece: Piece, itemsize: int) -> int:
+    """Return the bytes of a piece of a model whose numbers have `itemsize` bytes."""
+    size = 4 if keeps_float32(piece.parameter) else itemsize
+    return size * math.prod(piece.shape(piece.start, piece.stop))
 
 
 def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:

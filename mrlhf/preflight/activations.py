@@ -23,18 +23,13 @@ from mrlhf.parallel.vocab import chunk_rows
 
 
 def layer_bytes(
-    spec: ModelSpec,
-    recompute: str,
-    is_mixture: bool | None = None,
-    etp: int = 1,
-    layer: int | None = None,
+    spec: ModelSpec, recompute: str, etp: int = 1, layer: int | None = None
 ) -> tuple[int, int]:
     """Bytes that a layer keeps of a token in bfloat16.
 
     Args:
-        is_mixture: whether it is a mixture; None: if the model has experts.
         etp: ranks that split an expert; each of them has copies of the tokens of all.
-        layer: its number; None: one that has attention.
+        layer: its number; None: one that has attention, and experts if the model has them.
 
     Returns:
         What tensor-parallel ranks each keep without sequence parallelism, and what they share out.
@@ -51,7 +46,7 @@ def layer_bytes(
         of_tokens += inputs + 4 * spec.hidden_size + 6 * spec.layer_input_size
     of_width = 6 if spec.activation == "silu" else 8
     experts = spec.experts
-    if experts is None or is_mixture is False:
+    if experts is None or (layer is not None and not experts.layers[layer]):
         own = spec if layer is None else spec.of_layer(layer)
         return of_tokens, of_heads + of_width * own.ffn_size
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size
@@ -134,13 +129,10 @@ class Activations:
         return self._weight * self.spec.vocab_size * self.spec.hidden_size
 
     def _kept(self, layer: int, recompute: str | None = None) -> float:
-        is_mixture = self.spec.has_experts(layer)
-        whole, split = layer_bytes(
-            self.spec, recompute or self.recompute, is_mixture, self.layout.etp, layer
-        )
+        recompute = recompute or self.recompute
+        whole, split = layer_bytes(self.spec, recompute, self.layout.etp, layer)
         each = whole / (self.layout.tp if self._splits else 1) + split / self.layout.tp
-        chosen = self._chosen(layer, recompute or self.recompute)
-        return self._tokens * (each * self.itemsize / 2 + chosen)
+        return self._tokens * (each * self.itemsize / 2 + self._chosen(layer, recompute))
 
     def _chosen(self, layer: int, recompute: str) -> int:
         """Bytes of the places of the keys that a layer's indexer chooses for a token."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from mrlhf.device import device_kind, dtype_on
 from mrlhf.inference.sizes import engine_ep
 from mrlhf.models.families import Chunk
 from mrlhf.models.lora import without_adapters
-from mrlhf.models.parameters import engine_parts, keeps_float32, part_pieces, pieces_at
+from mrlhf.models.parameters import engine_parts, part_pieces, pieces_at, weight_bytes
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
@@ -193,7 +193,8 @@ def _add_trained(
     role, optim = trained_models(config)[name]
     itemsize = share.itemsize
     states_of = (optim.splits_states, optim.name == "muon")
-    own = training_bytes(share.spec, share.layout, itemsize, *states_of, share.stage).by_owner
+    sizes = training_bytes(share.spec, share.layout, itemsize, *states_of, share.stage)
+    own = dict(zip(OWNERS, astuple(sizes), strict=True))
 
     device = device_kind(config.distributed.device)
     tokens = min(role.micro_batch_tokens, most_tokens)
@@ -313,13 +314,6 @@ def _by_slices(pieces: Iterable[Piece], itemsize: int) -> dict[Any, int]:
     for piece in pieces:
         by_parameter.setdefault(piece.parameter, []).append(piece)
     return {
-        tuple(piece.key for piece in own): _nbytes(own, itemsize) for own in by_parameter.values()
+        tuple(piece.key for piece in own): sum(weight_bytes(piece, itemsize) for piece in own)
+        for own in by_parameter.values()
     }
-
-
-def _nbytes(pieces: Iterable[Piece], itemsize: int) -> int:
-    return sum(
-        math.prod(piece.shape(piece.start, piece.stop))
-        * (4 if keeps_float32(piece.parameter) else itemsize)
-        for piece in pieces
-    )

@@ -17,10 +17,10 @@ from mrlhf.models.parameters import (
     alike_parts,
     chunks_of,
     is_hidden_matrix,
-    keeps_float32,
     never_trains,
     part_pieces,
     trained_tensors,
+    weight_bytes,
 )
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EXPERT_REPLICA_AXES, REPLICA_AXES, ParallelLayout
@@ -38,11 +38,6 @@ class ModelBytes:
     def total(self) -> int:
         """All of them."""
         return self.weights + self.gradients + self.optimizer
-
-    @property
-    def by_owner(self) -> dict[str, int]:
-        """The same under the names of the owners in `footprint`."""
-        return {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
 
 
 @lru_cache(maxsize=4096)
@@ -116,7 +111,7 @@ def _of_part(
 
     for piece in part_pieces(spec, part, *cut):
         count = math.prod(piece.shape(piece.start, piece.stop))
-        weights += count * (4 if keeps_float32(piece.parameter) else itemsize)
+        weights += weight_bytes(piece, itemsize)
         if piece.name in trained and not never_trains(piece.parameter):
             moments = 1 if is_muon and is_hidden_matrix(piece.parameter) else 2
             states = 4 * (moments + (itemsize < 4))

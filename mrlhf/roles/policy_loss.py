@@ -107,7 +107,8 @@ class PolicyLossSettings:
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
         """The settings that these sections ask for."""
         name = correction.trained_loss(actor.policy_loss.loss_mode)
-        named = PolicyLossSettings.named(name, actor, configured_bypass(correction))
+        bypass = make_correction(correction) if correction.bypass_mode else None
+        named = PolicyLossSettings.named(name, actor, bypass)
         return replace(named, centres=correction.score_centering)
 
     def distilling(
@@ -266,11 +267,6 @@ class PolicyLossSettings:
         if self.name == "geo_mean":
             weights = geometric_mean_weights(weights, batch.mask)
         return policy, policy.per_token * weights
-
-
-def configured_bypass(correction: RolloutCorrectionSection) -> Correction | None:
-    """The correction that bypass mode makes on every mini-batch; None without bypass mode."""
-    return make_correction(correction) if correction.bypass_mode else None
 
 
 def needs_mini_batch_pass(name: str, bypass: Correction | None) -> bool:

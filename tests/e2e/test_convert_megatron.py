@@ -23,7 +23,7 @@ from tests.models.megatron_lm import TOKENS, run_jobs
 
 VOCABULARY = 37
 _LATENT = {"kv_lora_rank": 12, "qk_head_dim": 5, "qk_pos_emb_head_dim": 4, "v_head_dim": 7}
-_OF_LATENT: dict[str, Any] = {
+_MIXTURES: dict[str, Any] = {
     "num_experts": 8,
     "moe_router_topk": 4,
     "moe_ffn_hidden_size": 12,
@@ -44,6 +44,23 @@ _INDEXER: dict[str, Any] = {
     "dsa_indexer_rotate_activation": False,
     "dsa_indexer_k_norm_epsilon": 1e-6,
     "apply_rope_fusion": False,
+}
+_DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 3,
+}
+_OF_DELTA: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_gate": True,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -95,18 +112,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "head_dim": 8,
         "rotary_percent": 0.5,
-        "mixtures": {
-            "num_experts": 8,
-            "moe_router_topk": 4,
-            "moe_ffn_hidden_size": 12,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_topk_scaling_factor": 1.5,
-            "moe_router_num_groups": 4,
-            "moe_router_group_topk": 2,
-            "moe_router_enable_expert_bias": True,
-            "moe_shared_expert_intermediate_size": 24,
-            "moe_layer_freq": [0, 1, 1, 1],
-        },
+        "mixtures": _MIXTURES
+        | {"moe_shared_expert_intermediate_size": 24, "moe_layer_freq": [0, 1, 1, 1]},
     },
     "gpt_oss": {
         "gpt_oss": {
@@ -140,13 +147,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "latent": _LATENT
         | {"q_lora_rank": 10, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
         | {"mscale": 1.0, "mscale_all_dim": 0.7},
-        "mixtures": {**_OF_LATENT, "moe_layer_freq": [0, 1, 1, 1]},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": [0, 1, 1, 1]},
     },
     "glm4_moe_lite": {
         "qk_norm": True,
         "head_dim": 7,
         "latent": _LATENT | {"q_lora_rank": None, "rope_type": "rope"},
-        "mixtures": {**_OF_LATENT, "moe_layer_freq": [1, 0, 1, 1]},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": [1, 0, 1, 1]},
+    },
+    "qwen3_next": {
+        "qk_norm": True,
+        "head_dim": 8,
+        "groups": 2,
+        "rotary_percent": 0.5,
+        "delta": {**_DELTA, "linear_attention_freq": [1, 1, 0, 1]},
+        "mixtures": {**_OF_DELTA, "moe_layer_freq": [1, 0, 1, 1]},
+    },
+    "qwen3_5_text-tied": {
+        "tied": True,
+        "qk_norm": True,
+        "head_dim": 8,
+        "groups": 2,
+        "rotary_percent": 0.5,
+        "delta": {**_DELTA, "linear_attention_freq": [0, 1, 1, 0]},
+    },
+    "qwen3_5_moe_text": {
+        "qk_norm": True,
+        "head_dim": 8,
+        "groups": 2,
+        "ffn_hidden_size": 12,
+        "rotary_percent": 0.5,
+        "delta": {**_DELTA, "linear_attention_freq": [1, 0, 1, 0]},
+        "mixtures": {**_OF_DELTA, "moe_layer_freq": 1},
     },
     "deepseek_v32": {
         "qk_norm": True,
@@ -155,7 +187,7 @@ MODELS: dict[str, dict[str, Any]] = {
         | {"q_lora_rank": 10, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
         | {"mscale": 1.0, "mscale_all_dim": 0.7},
         "indexer": {**_INDEXER, "dsa_indexer_rope_interleaved": False},
-        "mixtures": {**_OF_LATENT, "moe_layer_freq": 1},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": 1},
     },
     "glm_moe_dsa": {
         "qk_norm": True,
@@ -167,7 +199,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "dsa_indexer_skip_topk_offset": 2,
             "dsa_indexer_rope_interleaved": True,
         },
-        "mixtures": {**_OF_LATENT, "moe_layer_freq": [0, 1, 1, 1]},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": [0, 1, 1, 1]},
     },
 }
 """What Megatron-LM is told of the models of `tests/models/checkpoints.py`, beside their sizes."""
@@ -181,7 +213,8 @@ SAME_ARGUMENTS = [
     *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size"),
     *("num_experts", "multi_latent_attention"),
 ]
-TWO_RANKS = ("qwen3-tied", "llama", "qwen2_moe", "glm4_moe", "deepseek_v3")
+TWO_RANKS = ("qwen3-tied", "llama", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+AGAIN = [(name, 1) for name in MODELS if "delta" in MODELS[name]] + [("qwen3_next", 2)]
 SAVED: dict[str, dict[str, Any]] = {
     "optimizer": {"model": MODELS["llama"], "optimizer": True},
     "own-norms": {"model": MODELS["qwen2"], "names": "own"},
@@ -200,6 +233,11 @@ SAVED: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"model": MODELS["deepseek_v32"]},
     "glm_moe_dsa": {"model": MODELS["glm_moe_dsa"]},
     "glm_moe_dsa-separate": {"model": MODELS["glm_moe_dsa"], "separate": True},
+    "qwen3_next-separate": {
+        "model": {**MODELS["qwen3_next"], "delta": {**_DELTA, "linear_attention_freq": 3}},
+        "separate": True,
+    },
+    "qwen3_5_text": {"model": MODELS["qwen3_5_text-tied"]},
     "two-ranks": {"model": MODELS["qwen3-tied"], "optimizer": True},
     "two-ranks-separate": {"model": MODELS["qwen2"], "separate": True},
     "two-ranks-experts": {"model": MODELS["qwen2_moe"]},
@@ -220,10 +258,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs = []
         for name, model in MODELS.items():
             if ranks == 1 or name in TWO_RANKS:
-                parts = ("mixtures", "latent", "indexer", "gpt_oss")
+                parts = ("mixtures", "latent", "indexer", "gpt_oss", "delta")
                 more = [name for part in parts for name in model.get(part, {})]
                 same = [*SAME_ARGUMENTS, *more] if ranks == 1 else []
-                jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, model=model))
+                again = {"again": str(path / "loaded" / f"{name} {ranks}")}
+                rest = {"model": model, **(again if (name, ranks) in AGAIN else {})}
+                jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, **rest))
         for name, saved in SAVED.items():
             if name.startswith("two-ranks") == (ranks == 2):
                 jobs.append(_job(path, "save", path / "saved" / name, ranks, [], **saved))
@@ -274,6 +314,14 @@ def test_megatron_computes_with_what_we_wrote_what_transformers_computes(
     two_ranks = root / f"load {name} 2"
     if two_ranks.exists():
         _assert_near(two_ranks, root / "hf" / name)
+
+
+@pytest.mark.parametrize(("name", "ranks"), AGAIN)
+def test_what_megatron_loaded_and_saved_is_what_we_wrote(root: Path, name: str, ranks: int) -> None:
+    like = ["--like", str(root / "hf" / name)]
+    target = root / "unchanged" / f"{name} {ranks}"
+    _convert(root / "loaded" / f"{name} {ranks}", "huggingface", target, "--verify", *like)
+    assert_same_tensors(root / "hf" / name, target)
 
 
 @pytest.mark.parametrize("name", SAVED)

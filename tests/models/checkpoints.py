@@ -59,6 +59,24 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _INDEXER = {"q_lora_rank": 10, "index_n_heads": 3, "index_head_dim": 9, "index_topk": 3}
+_DELTA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "llama-tied-llama3": {
@@ -169,6 +187,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "indexer_types": ["full", "full", "shared", "full"],
     },
+    "qwen3_next": {
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "tie_word_embeddings": False,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text-tied": {
+        **{key: value for key, value in _DELTA.items() if "expert" not in key},
+        "model_type": "qwen3_5_text",
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    "qwen3_5_moe_text": {
+        **_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "tie_word_embeddings": False,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
 }
 """Every family that Megatron-LM has, with tied and untied embeddings."""
 
@@ -189,9 +226,11 @@ def save_model(
 
     generator = torch.Generator().manual_seed(7)
     model = auto.from_config(config)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.3 * values + (1.0 if parameter.dim() == 1 else 0.0)
+        if name.endswith("A_log"):
+            parameter.data -= 3.0  # else no token would see an earlier one
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

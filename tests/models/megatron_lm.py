@@ -3,9 +3,9 @@ own layers, its own dist_checkpointing. It knows nothing of our converter or wei
 
 python tests/models/megatron_lm.py JOBS.json
 
-Each job is a dictionary. It saves a model with random weights, or loads a checkpoint, and writes
-the logits of a few tokens. Imports stand in functions, because megatron-core's writer starts a
-process that imports this file again.
+Each job is a dictionary. It saves a model with random weights, or loads a checkpoint, which it may
+save again, and writes the logits of a few tokens. Imports stand in functions, because
+megatron-core's writer starts a process that imports this file again.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
     stated = dict(
         num_layers=4,
         hidden_size=32,
-        ffn_hidden_size=24,
+        ffn_hidden_size=model.get("ffn_hidden_size", 24),
         num_attention_heads=8,
         group_query_attention="latent" not in model,
-        num_query_groups=8 if "latent" in model else 4,
+        num_query_groups=8 if "latent" in model else model.get("groups", 4),
         kv_channels=model.get("head_dim", 4),
         max_position_embeddings=model.get("max_positions", 64),
         position_embedding_type="rope",
@@ -84,6 +84,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         multi_latent_attention="latent" in model,
         **model.get("latent", {}),
         **model.get("indexer", {}),
+        **model.get("delta", {}),
         tensor_model_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
         pipeline_model_parallel_size=1,
         data_parallel_size=1,
@@ -111,11 +112,16 @@ def build(job: dict[str, Any]) -> Any:
     mixtures = dict(job["model"].get("mixtures", {}))
     if mixtures:
         mixtures["num_moe_experts"] = mixtures.pop("num_experts")
-    config = _transformer_config(args, mixtures, job["model"].get("latent", {}))
+    delta = job["model"].get("delta", {})
+    config = _transformer_config(args, mixtures, job["model"].get("latent", {}), delta)
     for name, value in vars(args).items():
         if name.startswith("yarn_"):
             setattr(config, name, value)
-    if mixtures:
+    if delta:
+        from tests.models.megatron_te import block_spec
+
+        spec = block_spec(config)
+    elif mixtures:
         spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
         if "indexer" in job["model"]:
             from tests.models.megatron_sparse import attend_sparsely
@@ -164,7 +170,10 @@ def _let_heads_of_values_differ(spec: Any) -> None:
 
 
 def _transformer_config(
-    args: argparse.Namespace, mixtures: dict[str, Any], latent: dict[str, Any]
+    args: argparse.Namespace,
+    mixtures: dict[str, Any],
+    latent: dict[str, Any],
+    delta: dict[str, Any],
 ) -> Any:
     import torch
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -207,6 +216,8 @@ def _transformer_config(
         cuda_graph_scope=[],
         **mixtures,
         **latent,
+        **delta,
+        deterministic_mode=bool(delta),  # megatron-core's own form of the rule
         **of_gpt_oss,
         **({"rotary_base": args.rotary_base} if latent else {}),
     )
@@ -343,6 +354,8 @@ def load(job: dict[str, Any], model: Any) -> None:
     loaded = dist_checkpointing.load(sharded, folder, strict="raise_all")
     model.load_state_dict(loaded["model"], strict=True)
     torch.distributed.barrier()
+    if "again" in job:
+        save({**job, "checkpoint": job["again"]}, model)
 
 
 def logits(model: Any) -> Any:

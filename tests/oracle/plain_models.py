@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 DEEP = ("olmo2", "qwen2-tied")
-MIXTURES = ("qwen2-moe", "qwen3-moe", "deepseek-v3", "gpt-oss")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek-v3", "gpt-oss")
 # With four stages, the first one trains nothing.
 FROZEN = ("*.self_attn.*", "model.embed_tokens.*", "model.layers.0.*")
 MODELS = ("llama", "qwen2-tied", "gemma2", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
@@ -164,13 +164,35 @@ def _mixtures(sizes: dict[str, Any]) -> dict[str, Any]:
             pad_token_id=None,
             tie_word_embeddings=False,
         ),
+        "qwen3-next": transformers.Qwen3NextConfig(
+            **sizes,
+            head_dim=8,
+            full_attention_interval=2,
+            linear_num_key_heads=8,
+            linear_num_value_heads=16,
+            linear_key_head_dim=6,
+            linear_value_head_dim=8,
+            linear_conv_kernel_dim=3,
+            rms_norm_eps=1e-3,  # the norm of small outputs of heads would show their rounding
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+            mlp_only_layers=[0],
+            partial_rotary_factor=0.5,
+            tie_word_embeddings=False,
+        ),
     }
 
 
 def _randomise(model: Any, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.1 * noise if "norm" in name else 0.15 * noise
+        if "norm" in name:
+            adds_one = model.config.model_type == "qwen3_next" and ".linear_attn." not in name
+            parameter.data = (0 if adds_one else 1) + 0.1 * noise
+        else:
+            parameter.data = 0.15 * noise
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

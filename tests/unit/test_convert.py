@@ -62,6 +62,8 @@ def _linear_layers(name: str) -> int:
         "glm4_moe_lite": 3 * (4 + 8 * 2 + 2) + 4 + 2,
         "deepseek_v32": 4 * (5 + 3 + 8 * 2 + 2),
         "glm_moe_dsa": 3 * (5 + 8 * 2 + 2) + 5 + 2 + 3 * 3,
+        "qwen3_next": 3 * (2 + 8 * 2 + 2) + 4,
+        "qwen3_5_moe_text": 4 * (2 + 8 * 2 + 2),
     }
     return with_mixtures.get(name, 4 * 4)
 
@@ -93,7 +95,7 @@ def test_the_arguments_alone_describe_the_model(name: str, tmp_path: Path) -> No
     (tmp_path / "megatron" / "huggingface").rename(tmp_path / "elsewhere")
 
     # The arguments are those of another family, too.
-    is_named = name.startswith(("mistral", "glm4_moe_lite"))
+    is_named = name.startswith(("mistral", "glm4_moe_lite", "qwen3_5_moe"))
     source = SourceOptions(model_type=CONFIGS[name]["model_type"] if is_named else None)
     told = _convert(tmp_path / "megatron", tmp_path / "again", "huggingface", given=source)
     assert "there is no tokenizer; copy one beside the model" in told

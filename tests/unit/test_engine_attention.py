@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mrlhf.inference.native.operators import StepInputs
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.parallel.masks import Paged
 from tests.compilers import both_ways
+from tests.shards import tiny_spec
 
 EPS = 1e-5
 HIDDEN = 48
@@ -71,23 +73,23 @@ def _layer(
     angles = torch.outer(torch.arange(32.0), 1.0 / 100 ** (torch.arange(0, DIM, 2) / DIM))
     columns = KV_HEADS * (PER_KV_HEAD + 2) * DIM
     return Attention(
+        spec=replace(
+            tiny_spec("llama"),
+            head_dim=DIM,
+            norm_eps=EPS,
+            qk_norm="head" if head_normed else "none",
+            attention_multiplier=0.2,
+            attention_cap=cap,
+        ),
         parallel=TensorParallel(None),
-        eps=EPS,
-        scale=0.2,
         kv_heads=KV_HEADS,
         norm=1 + some(HIDDEN) if normed else None,
         qkv=linear(some(columns, HIDDEN), some(columns) if biased else None),
-        head_norms=(1 + some(DIM), 1 + some(DIM)) if head_normed else None,
-        projection_norms=None,
+        norms=(1 + some(DIM), 1 + some(DIM)) if head_normed else None,
         tables=(angles.cos(), angles.sin()),
         window=window,
         proj=linear(some(HIDDEN, KV_HEADS * PER_KV_HEAD * DIM)),
         sinks=5 * some(KV_HEADS * PER_KV_HEAD) if has_sinks else None,
-        cap=cap,
-        has_gate=False,
-        keys_are_values=False,
-        norms_values=False,
-        has_keys=True,
     )
 
 

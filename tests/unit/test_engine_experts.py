@@ -13,9 +13,10 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mrlhf.inference.native.experts import (
-    ExpertStack,
     HostExperts,
     LocalExperts,
+    Matrices,
+    Stack,
     TorchExperts,
     all_at_once,
     grouped,
@@ -39,23 +40,25 @@ DTYPES = [
 ]
 
 
-def _weights(hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> LocalExperts:
+def _weights(hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> LocalExperts[Matrices]:
     """All experts of a layer."""
     generator = torch.Generator().manual_seed(seed)
     fc1 = torch.randn(COUNT, 2 * width, hidden, generator=generator) * hidden**-0.5
     fc2 = torch.randn(COUNT, hidden, width, generator=generator) * width**-0.5
-    return LocalExperts(0, list(fc1.to(dtype)), list(fc2.to(dtype)))
+    return LocalExperts(0, Matrices(list(fc1.to(dtype))), Matrices(list(fc2.to(dtype))))
 
 
-def _some(experts: LocalExperts, held: range) -> LocalExperts:
+def _some(experts: LocalExperts[Matrices], held: range) -> LocalExperts[Matrices]:
     numbers = slice(held.start, held.stop)
-    parts = (experts.fc1, experts.fc2, experts.fc1_factors, experts.fc2_factors)
-    return LocalExperts(held.start, *(part[numbers] for part in parts))
+    fc1, fc2 = (Matrices(*(part[numbers] for part in fc)) for fc in (experts.fc1, experts.fc2))
+    return LocalExperts(held.start, fc1, fc2)
 
 
-def _stack(experts: LocalExperts, dtype: torch.dtype = torch.float32) -> ExpertStack:
-    fc1, fc2 = (stacked(weights).to(dtype) for weights in (experts.fc1, experts.fc2))
-    return ExpertStack(experts.first, fc1, fc2)
+def _stack(
+    experts: LocalExperts[Matrices], dtype: torch.dtype = torch.float32
+) -> LocalExperts[Stack]:
+    fc1, fc2 = (Stack(stacked(fc.weights).to(dtype)) for fc in (experts.fc1, experts.fc2))
+    return LocalExperts(experts.first, fc1, fc2)
 
 
 def _tokens(count: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,14 +106,13 @@ def test_the_ways_of_a_gpu_give_the_same(held: range) -> None:
 def test_adapters_of_experts_are_those_of_merged_weights(held: range) -> None:
     """Ranks differ between experts, and one expert has no adapter."""
     plain = _weights(64, 48, torch.float32)
-    adapted = _some(
-        replace(plain, fc1_factors=_factors(96, 64), fc2_factors=_factors(64, 48)), held
+    fc1 = plain.fc1._replace(factors=_factors(96, 64))
+    adapted = _some(replace(plain, fc1=fc1, fc2=plain.fc2._replace(factors=_factors(64, 48))), held)
+    fc1, fc2 = (
+        Matrices([_merge(*pair) for pair in zip(fc.weights, fc.factors, strict=True)])
+        for fc in (adapted.fc1, adapted.fc2)
     )
-    merged = LocalExperts(
-        adapted.first,
-        [_merge(*pair) for pair in zip(adapted.fc1, adapted.fc1_factors, strict=True)],
-        [_merge(*pair) for pair in zip(adapted.fc2, adapted.fc2_factors, strict=True)],
-    )
+    merged = LocalExperts(adapted.first, fc1, fc2)
     tokens = _tokens(9, 64, torch.float32)
     wanted = one_by_one(_stack(merged), *tokens)
     assert not torch.allclose(one_by_one(_stack(_some(plain, held)), *tokens), wanted, atol=1e-2)
@@ -157,11 +159,15 @@ def test_experts_with_biases_and_clamped_gates_equal_transformers(held: range) -
     parts = slice(held.start, held.stop)
     local = LocalExperts(
         held.start,
-        fc1=list(theirs.gate_up_proj.detach().transpose(1, 2)[parts]),
-        fc2=list(theirs.down_proj.detach().transpose(1, 2)[parts]),
-        fc1_biases=list(theirs.gate_up_proj_bias.detach()[parts]),
-        fc2_biases=list(theirs.down_proj_bias.detach()[parts]),
-        activation=ClampedSwish(1.3, 0.6),
+        Matrices(
+            list(theirs.gate_up_proj.detach().transpose(1, 2)[parts]),
+            biases=list(theirs.gate_up_proj_bias.detach()[parts]),
+        ),
+        Matrices(
+            list(theirs.down_proj.detach().transpose(1, 2)[parts]),
+            biases=list(theirs.down_proj_bias.detach()[parts]),
+        ),
+        ClampedSwish(1.3, 0.6),
     )
     stack = TorchExperts(local, torch.float32).stack
     ways = [make_experts(local, torch.float32), partial(one_by_one, stack)]
@@ -175,7 +181,8 @@ def test_experts_with_biases_and_clamped_gates_equal_transformers(held: range) -
 def test_one_expert_by_hand() -> None:
     """silu(2 * 3) * (5 * 3) * 7, of which one half counts; the other expert is elsewhere."""
     weight = torch.tensor([[2.0], [5.0]])
-    experts = make_experts(LocalExperts(4, [weight], [torch.tensor([[7.0]])]), torch.float32)
+    local = LocalExperts(4, Matrices([weight]), Matrices([torch.tensor([[7.0]])]))
+    experts = make_experts(local, torch.float32)
     out = experts(torch.tensor([[3.0]]), torch.tensor([[4, 1]]), torch.tensor([[0.5, 0.25]]))
     assert out.item() == pytest.approx(0.5 * 7 * 15 * 6 / (1 + 2.718281828**-6), rel=1e-6)
 

@@ -469,8 +469,9 @@ def test_a_family_is_asked_for_its_own_parameters(monkeypatch: pytest.MonkeyPatc
         LLAMA,
         model_type="embedding",
         base_shapes=lambda spec: {"rows": (spec.vocab_size, spec.hidden_size)},
-        base_parameters=lambda spec, chunk: ["embedding.weight"] if chunk.is_first else [],
-        base_rules=lambda spec, chunk: {"embedding.weight": Rule(("rows",), dim=0)},
+        base_rules=lambda spec, chunk: dict.fromkeys(
+            ["embedding.weight"] if chunk.is_first else [], Rule(("rows",), dim=0)
+        ),
     )
     monkeypatch.setitem(FAMILIES, "embedding", embedding)
 

@@ -9,6 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mrlhf.checkpoint.conversion.megatron_delta_nets import (
+    DELTA_FAMILIES,
+    DELTA_NEEDS,
+    DELTA_SIZES,
+    delta_arguments,
+    delta_config,
+    delta_contradictions,
+)
 from mrlhf.checkpoint.conversion.megatron_experts import (
     LATENT_FAMILIES,
     MIXTURE_FAMILIES,
@@ -54,7 +62,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
 # The families that a checkpoint of Megatron-LM alone can be said to be of.
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURE_FAMILIES)
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", *MIXTURE_FAMILIES)
 
 # Arguments that say how large the model is.
 SHAPE_ARGUMENTS = (
@@ -64,6 +72,7 @@ SHAPE_ARGUMENTS = (
 # Arguments whose values stand in the command line, unless they are None.
 _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("linear_attention_freq", *DELTA_SIZES),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
     *(*LATENT_SIZES, *LATENT_ROPE, *INDEXER_VALUES),
@@ -71,6 +80,7 @@ _OPTIONS_WITH_VALUES = (
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *DELTA_SIZES,
     *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
     *("multi_latent_attention", *LATENT_SIZES, *INDEXER_COMPARED),
@@ -158,6 +168,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         **indexer_arguments(spec),
         **expert_arguments(spec),
         **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
+        **delta_arguments(spec),
     }
 
 
@@ -165,8 +176,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
     """A feature of the model, in words, that Megatron-LM's layers or arguments lack, or None."""
     is_gpt_oss = spec.family == GPT_OSS
     features = {
-        "gated delta nets": spec.delta is not None,
-        "gates of attention": spec.output_gate,
+        "gates of attention, and no delta nets": spec.output_gate and spec.delta is None,
         "norms after attention and MLP": spec.norms_after,
         "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
         "gates with gelu": spec.activation != "silu",
@@ -181,7 +191,9 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "caps of attention or logits": (spec.attention_cap, spec.logits_cap) != (None, None),
         "biases on o_proj or the MLP": (spec.o_bias or spec.mlp_bias) and not is_gpt_oss,
         "q, k and v in one tensor": spec.fused_tensors,
-        "layers that do not rotate": None in spec.ropes,
+        "layers that do not rotate": any(
+            rope is None and not spec.has_delta(layer) for layer, rope in enumerate(spec.ropes)
+        ),
         "a window on some layers only": len(set(spec.windows)) > 1 and not is_gpt_oss,
         **(beyond_gpt_oss(spec) if is_gpt_oss else {}),
     }
@@ -205,7 +217,8 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append("--position-embedding-type rope")
     for name in _OPTIONS_WITH_VALUES:
         if arguments.get(name) is not None:
-            options.append(f"--{name.replace('_', '-')} {arguments[name]}")
+            written = str(arguments[name]).replace(" ", "")
+            options.append(f"--{name.replace('_', '-')} {written}")
 
     if arguments["group_query_attention"]:
         options.append("--group-query-attention")
@@ -218,6 +231,8 @@ def command_line(arguments: Mapping[str, Any]) -> str:
     if arguments["use_rope_scaling"]:
         options.append("--use-rope-scaling")
         options.append(f"--rope-scaling-factor {arguments['rope_scaling_factor']}")
+    if "attention_output_gate" in arguments:
+        options += ["--attention-output-gate", "--apply-layernorm-1p"]
     if arguments["window_size"] is not None:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
@@ -275,6 +290,8 @@ def config_of(
         config["sliding_window"] = None if window is None else window[0] + 1
     if family == GPT_OSS:
         config |= gpt_oss_config(arguments)
+    if family in DELTA_FAMILIES:
+        config |= delta_config(arguments)
     if family in LATENT_FAMILIES:
         config |= latent_config(arguments)
     if family in INDEXER_FAMILIES:
@@ -301,6 +318,8 @@ def _refuse_unknown(arguments: Mapping[str, Any], model_type: str | None) -> Non
 
 def _needed(family: str) -> dict[str, tuple[Any, Any]]:
     """For each argument with one value in all models of a family, its default and the value."""
+    if family in DELTA_FAMILIES:
+        return _NEEDED | DELTA_NEEDS
     if family != GPT_OSS:
         return _NEEDED
     compared = ("position_embedding_type", "window_attn_skip_freq", "activation_func_clamp_value")
@@ -319,6 +338,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
         if is_used and arguments.get(name) not in (None, expected[name]):
             found.append(difference(name, arguments[name], expected[name]))
 
+    found += delta_contradictions(spec, arguments)
     if "window_size" in arguments:
         window = arguments["window_size"] and tuple(arguments["window_size"])
         if window != expected["window_size"]:
@@ -346,6 +366,8 @@ def _family_of(arguments: Mapping[str, Any]) -> str:
     """The family with exactly the features that the arguments turn on."""
     if arguments.get("softmax_type") == "learnable":
         return GPT_OSS
+    if arguments.get("experimental_attention_variant") == "gated_delta_net":
+        return "qwen3_5_text" if arguments.get("num_experts") is None else "qwen3_next"
     if arguments.get("num_experts") is not None:
         return family_of_mixtures(arguments)
     features = {
@@ -402,7 +424,7 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
 
 def _rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) -> dict[str, Any]:
     """The `rope_parameters` in the `config.json` of a checkpoint's model; `theta` is the base."""
-    if family == "glm4_moe":
+    if family == "glm4_moe" or family in DELTA_FAMILIES:
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
     if family == GPT_OSS:

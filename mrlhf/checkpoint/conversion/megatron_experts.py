@@ -14,7 +14,10 @@ from mrlhf.models.spec import Experts, ModelSpec
 
 # The families with mixtures that Megatron-LM's arguments can describe.
 LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite", *INDEXER_FAMILIES)
-MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", *LATENT_FAMILIES)
+MIXTURE_FAMILIES = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", *LATENT_FAMILIES),
+    *("qwen3_next", "qwen3_5_moe_text"),
+)
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
 ROUTER_NEEDS: dict[str, tuple[Any, Any]] = {
@@ -194,8 +197,9 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
     }
-    if family == "qwen2_moe":
+    if shared is not None:
         config["shared_expert_intermediate_size"] = shared
+    if family == "qwen2_moe":
         config["qkv_bias"] = bool(arguments.get("add_qkv_bias"))
     return config
 

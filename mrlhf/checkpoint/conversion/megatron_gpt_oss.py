@@ -60,7 +60,7 @@ def gpt_oss_arguments(spec: ModelSpec) -> dict[str, Any]:
     """The arguments of Megatron-LM for what gpt-oss alone has."""
     assert spec.experts is not None and isinstance(spec.experts.activation, ClampedSwish)
     frequency: int | list[int] = [int(window is not None) for window in spec.windows]
-    if frequency == _layers_with_windows(2, spec.num_layers):
+    if frequency == layers_between(2, spec.num_layers):
         frequency = 2  # its form on the command line
     return {
         **{name: needed for name, (_, needed) in NEEDS.items()},
@@ -88,9 +88,7 @@ def gpt_oss_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     window = arguments.get("window_size")
     if window is None:
         raise CheckpointError("the checkpoint's window_size is None; a gpt_oss model has windows")
-    layers = _layers_with_windows(
-        arguments.get("window_attn_skip_freq"), int(arguments["num_layers"])
-    )
+    layers = layers_between(arguments.get("window_attn_skip_freq"), int(arguments["num_layers"]))
     kinds = ("full_attention", "sliding_attention")
     return {
         "attention_bias": True,
@@ -121,8 +119,8 @@ def stated_gpt_oss(arguments: Mapping[str, Any]) -> dict[str, Any]:
     stated = {name: arguments[name] for name in names if name in arguments}
     if "window_attn_skip_freq" in arguments:
         frequency = arguments["window_attn_skip_freq"]
-        layers = _layers_with_windows(frequency, int(arguments.get("num_layers") or 0))
-        is_alternating = layers == _layers_with_windows(2, len(layers))
+        layers = layers_between(frequency, int(arguments.get("num_layers") or 0))
+        is_alternating = layers == layers_between(2, len(layers))
         stated["window_attn_skip_freq"] = 2 if is_alternating else layers
     return stated
 
@@ -146,10 +144,10 @@ def alternating(rows: Tensor) -> Tensor:
     return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def _layers_with_windows(frequency: Any, num_layers: int) -> list[int]:
-    """For each layer 1 if this `window_attn_skip_freq` gives it a window, else 0."""
+def layers_between(frequency: Any, num_layers: int) -> list[int]:
+    """For each layer 0 if its number is a multiple of the frequency, else 1; a list says it all."""
     if isinstance(frequency, list):
-        return [int(bool(has_window)) for has_window in frequency]
+        return [int(bool(is_between)) for is_between in frequency]
     if frequency is None:
         return [1] * num_layers
     return [int(layer % frequency != 0) for layer in range(1, num_layers + 1)]

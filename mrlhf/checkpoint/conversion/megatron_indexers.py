@@ -109,12 +109,12 @@ def _sharing(layers: tuple[bool, ...], sparse: tuple[bool, ...]) -> tuple[int, i
         return 1, 0
     numbers = range(1, len(layers) + 1)
     pairs = ((frequency, offset) for frequency in numbers for offset in numbers)
-    fits = [pair for pair in pairs if _choosing(*pair, len(layers)) == layers]
+    fit = next((pair for pair in pairs if _choosing(*pair, len(layers)) == layers), None)
     # Where all layers have experts, it stacks each parameter of all, and some have no indexer.
-    if not fits or all(sparse):
+    if fit is None or all(sparse):
         raise CheckpointError(
             f"the layers {[number for number, chooses in enumerate(layers) if chooses]} of "
             f"{len(layers)} have indexers; Megatron-LM's come at regular distances, in a model "
             "with a layer without experts; keep it as a Hugging Face model"
         )
-    return fits[0]
+    return fit

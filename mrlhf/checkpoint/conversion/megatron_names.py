@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mrlhf.checkpoint.conversion.megatron_delta_nets import DELTA_NAMES, with_parts_apart
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
 from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_NAMES
 from mrlhf.checkpoint.conversion.model_source import TensorForm
@@ -45,7 +46,7 @@ _OTHER_NAMES = {
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
     **INDEXER_NAMES,
 }
-_OUR_NAMES = {theirs: ours for ours, theirs in _OTHER_NAMES.items()}
+_OUR_NAMES = {theirs: ours for ours, theirs in (_OTHER_NAMES | DELTA_NAMES).items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -102,8 +103,10 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
         fused = _FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS
         name = name if is_read else fused.get(name, name)
     name = _OTHER_NAMES.get(name, name)
+    if spec.has_delta(layer):
+        name = DELTA_NAMES.get(name, name)
 
-    if spec.experts is None or all(spec.experts.layers):
+    if spec.delta is None and (spec.experts is None or all(spec.experts.layers)):
         home = StoredAt(LAYERS + name, (layer,), (spec.num_layers,))
     else:
         home = StoredAt(f"{LAYERS}{layer}.{name}")
@@ -124,6 +127,8 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
         layers = ["linear_qkv.weight", "linear_proj.weight"]
         if spec.latent is not None:
             layers = [name for name in latent_parameters(spec.latent) if name.startswith("linear")]
+        if spec.has_delta(layer):
+            layers = ["in_proj", "out_proj"]
         modules = [f"self_attention.{name.removesuffix('.weight')}" for name in layers]
         if spec.indexer_of(layer) is not None:
             names = INDEXER_NAMES.values()
@@ -163,7 +168,7 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) ->
     shapes = family.tensor_shapes(spec)
     # A layer's rules also name tensors of features that the model does not have.
     rules = {}
-    for parameter, rule in family.all_rules(spec).items():
+    for parameter, rule in with_parts_apart(spec, family.all_rules(spec)).items():
         if shapes.keys() >= set(rule.names):
             rules[parameter] = rule
 

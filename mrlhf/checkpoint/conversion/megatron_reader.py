@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.conversion.megatron_arguments import config_of, differences
+from mrlhf.checkpoint.conversion.megatron_delta_nets import from_megatron, joined_forms
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates, alternating
 from mrlhf.checkpoint.conversion.megatron_names import Home, find_homes, split_names
 from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
@@ -138,10 +139,11 @@ class MegatronSource(ModelSource):
         else:
             self._check_like(like, vocab_size, model_type)
             self.spec = like
-        self._homes = find_homes(self.spec, stored, str(folder))
+        self._forms, self._parts = joined_forms(self.spec, stored)
+        self._homes = find_homes(self.spec, self._forms, str(folder))
         self.tensors = {}
         for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
-            self.tensors[name] = TensorForm(shape, stored[self._homes[name].key].dtype)
+            self.tensors[name] = TensorForm(shape, self._forms[self._homes[name].key].dtype)
         self.dtype = next(iter(self.tensors.values())).dtype
         step = None if folder.name == RELEASE else self._common.iteration
         self.description = Description("Megatron-LM checkpoint", step, left_out)
@@ -224,10 +226,14 @@ class MegatronSource(ModelSource):
             return self._parameters[known_as]
 
         stacked = len(home.numbers)
-        shape = self._reader.tensors[home.key].shape
-        starts = (*home.numbers, *(0 for _ in shape[stacked:]))
-        stops = (*(number + 1 for number in home.numbers), home.rows, *shape[stacked + 1 :])
-        parameter = self._reader.read(Box(home.key, starts, stops)).squeeze(tuple(range(stacked)))
+        parts = []
+        for key in self._parts.get(home.key, [home.key]):
+            shape = self._reader.tensors[key].shape
+            rows = home.rows if key == home.key else shape[0]
+            starts = (*home.numbers, *(0 for _ in shape[stacked:]))
+            stops = (*(number + 1 for number in home.numbers), rows, *shape[stacked + 1 :])
+            parts.append(self._reader.read(Box(key, starts, stops)).squeeze(tuple(range(stacked))))
+        parameter = from_megatron(self.spec, home.key, parts).to(self._forms[home.key].dtype)
         if alternates(self.spec, home.key):
             parameter = alternating(parameter)
         if home.is_shared:

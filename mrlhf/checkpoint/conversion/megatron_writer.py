@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
+from mrlhf.checkpoint.conversion.megatron_delta_nets import to_megatron, with_parts_apart
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates, gates_first
 from mrlhf.checkpoint.conversion.megatron_names import LAYERS, extra_states, stored_at
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
@@ -107,8 +108,8 @@ def _write_weights(
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
     rules = family.all_rules(spec)
-    for parameter in family.parameter_names(spec, whole_model(spec)):
-        rule = rules[parameter]
+    held = {name: rules[name] for name in family.parameter_names(spec, whole_model(spec))}
+    for parameter, rule in with_parts_apart(spec, held).items():
         shape = local_shape(rule, shapes, tp_size=1)
         dtype = source.tensors[rule.names[0]].dtype
         values = torch.empty(shape, dtype=dtype)
@@ -119,10 +120,11 @@ def _write_weights(
 
         if parameter.startswith(LAYERS):
             layer, _, name = parameter.removeprefix(LAYERS).partition(".")
-            home = stored_at(spec, int(layer), name, fused_norms)
-            offsets = home.numbers + (0,) * values.dim()
-            stacked = values.view(*(1 for _ in home.numbers), *shape)
-            writer.write_box(home.key, (*home.sizes, *shape), offsets, stacked)
+            for theirs, part in to_megatron(spec, int(layer), name, values).items():
+                home = stored_at(spec, int(layer), theirs, fused_norms)
+                offsets = home.numbers + (0,) * part.dim()
+                stacked = part.reshape(*(1 for _ in home.numbers), *part.shape)
+                writer.write_box(home.key, (*home.sizes, *part.shape), offsets, stacked)
         elif rule.dim is None:
             writer.write_box(parameter, shape, (0,) * values.dim(), values)
         else:

@@ -22,57 +22,55 @@ from mrlhf.inference.native.operators import (
 )
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.attention import attend
+from mrlhf.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Attention:
     """The attention of one layer on one rank; what the model does not have is None."""
 
+    spec: ModelSpec  # with the heads of this layer
     parallel: TensorParallel
-    eps: float  # added to the mean square in every norm
-    scale: float  # of the products of queries and keys
     kv_heads: int  # of this rank
     norm: Tensor | None  # weight of the norm before attention, [hidden]
-    qkv: Linear  # x -> for each KV head its q heads, then its k, then its v, if `has_keys`
-    head_norms: tuple[Tensor, Tensor] | None  # of each head of q and of k, [head_dim] each
-    # of all q and of all k of all ranks; this rank's part of the weights
-    projection_norms: tuple[Tensor, Tensor] | None
+    # x -> for each KV head its q heads, each with its gate behind it, then its k, then its v, if
+    # they are there
+    qkv: Linear
+    # of q and of k, [head_dim] each, or this rank's part of those of all heads together
+    norms: tuple[Tensor, Tensor] | None
     tables: Tables
     window: int | None  # how many tokens a token sees, itself included; None for all
     proj: Linear  # the output projection, without its bias
     sinks: Tensor | None  # [heads], of this rank
-    cap: float | None  # of the products, see `attend`
-    has_gate: bool  # whether `qkv` gives after each q head a gate of its output
-    keys_are_values: bool  # whether `qkv` gives no v, which is k before its norm
-    norms_values: bool  # whether v has a norm without a weight
-    has_keys: bool  # else it reads those that another layer has stored
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, inputs: StepInputs, store: Layer
     ) -> Tensor:
         """Add `delta` to `hidden` in place; return this rank's share of attention to its norm."""
-        head_dim = store[0].shape[-1]
-        qkv = self.qkv(add_norm(hidden, delta, self.norm, self.eps))
-        qkv = qkv.view(len(hidden), self.kv_heads, -1, head_dim)
-        if self.keys_are_values:
+        spec = self.spec
+        qkv = self.qkv(add_norm(hidden, delta, self.norm, spec.norm_eps))
+        qkv = qkv.view(len(hidden), self.kv_heads, -1, spec.head_dim)
+        if spec.keys_are_values and spec.has_keys:
             qkv = torch.cat([qkv, qkv[:, :, -1:]], dim=2)
-        if self.norms_values:
-            qkv[:, :, -1] = F.rms_norm(qkv[:, :, -1], (head_dim,), eps=self.eps)
+        if spec.norms_values and spec.has_keys:
+            qkv[:, :, -1] = F.rms_norm(qkv[:, :, -1], (spec.head_dim,), eps=spec.norm_eps)
         gate = None
-        if self.has_gate:
+        if spec.output_gate:
             queries, keys_values = qkv.split([qkv.shape[2] - 2, 2], dim=2)
             query, gate = queries.unflatten(2, (-1, 2)).unbind(3)
             qkv = torch.cat([query, keys_values], dim=2)
-        if self.projection_norms is not None:
-            self._norm_projections(qkv, self.projection_norms)
+        head_norms = self.norms
+        if self.norms is not None and spec.qk_norm == "projection":
+            self._norm_projections(qkv, self.norms)
+            head_norms = None
 
-        if self.has_keys:
-            q = rotate_store(qkv, self.head_norms, self.eps, self.tables, inputs, store)
-        else:
-            q = rotate_queries(qkv, self.head_norms, self.eps, self.tables, inputs)
+        if spec.has_keys:
+            q = rotate_store(qkv, head_norms, spec.norm_eps, self.tables, inputs, store)
+        else:  # it reads those that another layer has stored
+            q = rotate_queries(qkv, head_norms, spec.norm_eps, self.tables, inputs)
         context = attend(
-            q, *store, inputs.mask, scale=self.scale, window=self.window, sinks=self.sinks,
-            cap=self.cap,
+            q, *store, inputs.mask, scale=spec.attention_scale, window=self.window,
+            sinks=self.sinks, cap=spec.attention_cap,
         )  # fmt: skip
         return self.proj(context if gate is None else context * gate.flatten(1).sigmoid())
 
@@ -89,5 +87,5 @@ class Attention:
 
         for part, weight, total in zip((q, k), norms, sums.unbind(-1), strict=True):
             mean = total / (part[0].numel() * self.parallel.size)
-            scale = torch.rsqrt(mean + self.eps)[:, None, None, None]
+            scale = torch.rsqrt(mean + self.spec.norm_eps)[:, None, None, None]
             part.copy_(part.float() * scale * weight.float().view(part.shape[1:]))

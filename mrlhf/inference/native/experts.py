@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,33 +26,34 @@ from mrlhf.models.ops import gated
 from mrlhf.models.spec import Activation
 
 
+class Matrices(NamedTuple):
+    """A matrix of each expert, of which only `weights` are always there."""
+
+    weights: Sequence[Tensor]
+    # What adapters add to each of these, in the dtype of the products; None: nothing.
+    factors: Sequence[Factors | None] = ()
+    biases: Sequence[Tensor] = ()
+
+
+class Stack(NamedTuple):
+    """`Matrices` in few tensors, with a dimension of experts before the others."""
+
+    weights: Tensor
+    factors: Factors | None = None
+    biases: Tensor | None = None
+
+
+MatricesT = TypeVar("MatricesT", Matrices, Stack)
+
+
 @dataclass(frozen=True)
-class LocalExperts:
+class LocalExperts(Generic[MatricesT]):
     """The experts of one layer that this rank holds, whole or some columns of each."""
 
     first: int  # number in the layer; the others follow it
     # [2 * width, hidden] each: gate rows before up rows, or as the activation wants them
-    fc1: Sequence[Tensor]
-    fc2: Sequence[Tensor]  # [hidden, width] each
-    # What adapters add to each of these, in the dtype of the products; None: nothing.
-    fc1_factors: Sequence[Factors | None] = ()
-    fc2_factors: Sequence[Factors | None] = ()
-    fc1_biases: Sequence[Tensor] = ()  # [2 * width] each; empty: there are none
-    fc2_biases: Sequence[Tensor] = ()  # [hidden] each
-    activation: Activation = "silu"
-
-
-@dataclass(frozen=True)
-class ExpertStack:
-    """`LocalExperts` in few tensors."""
-
-    first: int
-    fc1: Tensor  # [experts, 2 * width, hidden]
-    fc2: Tensor  # [experts, hidden, width]
-    fc1_factors: Factors | None = None  # with a dimension of experts before the others
-    fc2_factors: Factors | None = None
-    fc1_biases: Tensor | None = None  # [experts, 2 * width]
-    fc2_biases: Tensor | None = None  # [experts, hidden]
+    fc1: MatricesT
+    fc2: MatricesT  # [hidden, width] each
     activation: Activation = "silu"
 
 
@@ -71,19 +73,19 @@ Keep = Callable[[str, Tensor], Tensor]
 class HostExperts:
     """Experts on compiled products, with copies of the weights in reading order."""
 
-    def __init__(self, host: Kernels, experts: LocalExperts, dtype: torch.dtype) -> None:
+    def __init__(self, host: Kernels, experts: LocalExperts[Matrices], dtype: torch.dtype) -> None:
         """Lay the weights out; if `dtype`, that of `x`, is float32, they may be bfloat16."""
-        weight = experts.fc1[0]
+        weight = experts.fc1.weights[0]
         is_wide = weight.dtype == torch.float32
         self._mixture = host.mixture_of_float32 if is_wide else host.mixture_of_bfloat16
         self._dtype = dtype
         self._first = experts.first
-        self._count = len(experts.fc1)
+        self._count = len(experts.fc1.weights)
         self._width = len(weight) // 2
 
         columns = host.panel_columns
-        self._fc1 = _laid_out(experts.fc1, partial(_gate_up_panels, columns=columns // 2))
-        self._fc2 = _laid_out(experts.fc2, partial(panels, columns=columns))
+        self._fc1 = _laid_out(experts.fc1.weights, partial(_gate_up_panels, columns=columns // 2))
+        self._fc2 = _laid_out(experts.fc2.weights, partial(panels, columns=columns))
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """See `Experts`."""
@@ -108,26 +110,20 @@ class TorchExperts:
     """
 
     def __init__(
-        self, experts: LocalExperts, dtype: torch.dtype, keep: Keep = lambda _, copy: copy
+        self, experts: LocalExperts[Matrices], dtype: torch.dtype, keep: Keep = lambda _, copy: copy
     ) -> None:
         """Stack the weights, without a copy if they lie one after another in `dtype`.
 
         What adapters add is given to `keep`, with a name.
         """
-        self.stack = ExpertStack(
-            experts.first,
-            stacked(experts.fc1).to(dtype),
-            stacked(experts.fc2).to(dtype),
-            _stacked_factors(experts.fc1_factors, keep, "fc1"),
-            _stacked_factors(experts.fc2_factors, keep, "fc2"),
-            _stacked_biases(experts.fc1_biases, dtype, keep, "fc1"),
-            _stacked_biases(experts.fc2_biases, dtype, keep, "fc2"),
-            experts.activation,
-        )
+        fc1 = _in_stack(experts.fc1, dtype, keep, "fc1")
+        fc2 = _in_stack(experts.fc2, dtype, keep, "fc2")
+        self.stack = LocalExperts(experts.first, fc1, fc2, experts.activation)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """See `Experts`."""
-        if len(x) and has_kernel(x, *self.stack.fc1.shape[1:], self.stack.fc2.shape[-1]):
+        fc1, fc2 = self.stack.fc1.weights, self.stack.fc2.weights
+        if len(x) and has_kernel(x, *fc1.shape[1:], fc2.shape[-1]):
             return grouped(self.stack, x, chosen, shares)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return all_at_once(self.stack, x, chosen, shares)
@@ -135,18 +131,18 @@ class TorchExperts:
 
 
 def make_experts(
-    experts: LocalExperts, dtype: torch.dtype, keep: Keep = lambda _, copy: copy
+    experts: LocalExperts[Matrices], dtype: torch.dtype, keep: Keep = lambda _, copy: copy
 ) -> Experts:
     """Return the fastest experts that this machine has for `dtype`; see `TorchExperts`."""
-    on_host = experts.fc1[0].device.type == "cpu"
-    is_plain = experts.activation == "silu" and not experts.fc1_biases
-    if on_host and (not is_plain or any((*experts.fc1_factors, *experts.fc2_factors))):
+    on_host = experts.fc1.weights[0].device.type == "cpu"
+    is_plain = experts.activation == "silu" and not experts.fc1.biases
+    if on_host and (not is_plain or any((*experts.fc1.factors, *experts.fc2.factors))):
         return _experts_as_layers(experts, dtype)
     host = kernels.find(dtype) if on_host else None
     return TorchExperts(experts, dtype, keep) if host is None else HostExperts(host, experts, dtype)
 
 
-def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
+def _experts_as_layers(experts: LocalExperts[Matrices], dtype: torch.dtype) -> Experts:
     """Return experts with adapters or biases on a host: one after another, as linear layers.
 
     The compiled mixture cannot add to its inner products, and has one activation. As in that, what
@@ -156,13 +152,8 @@ def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
     def layer(weight: Tensor, added: Factors | None, bias: Tensor | None) -> Linear:
         return with_added(linear(weight.to(dtype), None if bias is None else bias.to(dtype)), added)
 
-    fc1, fc2 = (
-        [layer(*parts) for parts in zip_longest(*tensors)]
-        for tensors in (
-            (experts.fc1, experts.fc1_factors, experts.fc1_biases),
-            (experts.fc2, experts.fc2_factors, experts.fc2_biases),
-        )
-    )
+    matrices = (experts.fc1, experts.fc2)
+    fc1, fc2 = ([layer(*parts) for parts in zip_longest(*tensors)] for tensors in matrices)
     held = range(experts.first, experts.first + len(fc1))
 
     def compute(number: int, rows: Tensor) -> Tensor:
@@ -171,7 +162,7 @@ def _experts_as_layers(experts: LocalExperts, dtype: torch.dtype) -> Experts:
     return partial(_in_turn, held, compute)
 
 
-def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def one_by_one(experts: LocalExperts[Stack], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Compute each expert in turn on its tokens; the host waits for their number."""
 
     def compute(number: int, rows: Tensor) -> Tensor:
@@ -179,7 +170,7 @@ def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) 
             experts, lambda x, matrices: F.linear(x, matrices[number]), lambda b: b[number], rows
         )
 
-    held = range(experts.first, experts.first + len(experts.fc1))
+    held = range(experts.first, experts.first + len(experts.fc1.weights))
     return _in_turn(held, compute, x, chosen, shares)
 
 
@@ -201,7 +192,7 @@ def _in_turn(
 
 
 def _mlp(
-    experts: ExpertStack,
+    experts: LocalExperts[Stack],
     product: Callable[[Tensor, Tensor], Tensor],
     of_rows: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -211,18 +202,17 @@ def _mlp(
     `of_rows` takes the biases [experts, out] to those of the rows of a product.
     """
 
-    def layer(x: Tensor, weights: Tensor, added: Factors | None, biases: Tensor | None) -> Tensor:
-        out = product(x, weights)
-        if biases is not None:
-            out.add_(of_rows(biases))
+    def layer(x: Tensor, matrices: Stack) -> Tensor:
+        out = product(x, matrices.weights)
+        if matrices.biases is not None:
+            out.add_(of_rows(matrices.biases))
+        added = matrices.factors
         return out if added is None else out.add_(product(product(x, added.first), added.second))
 
-    inner = layer(x, experts.fc1, experts.fc1_factors, experts.fc1_biases)
-    inner = gated(inner, experts.activation)
-    return layer(inner, experts.fc2, experts.fc2_factors, experts.fc2_biases)
+    return layer(gated(layer(x, experts.fc1), experts.activation), experts.fc2)
 
 
-def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def all_at_once(experts: LocalExperts[Stack], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Compute all experts on all tokens, if these are few: it reads all weights and never waits."""
     outputs = _mlp(
         experts,
@@ -231,15 +221,15 @@ def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor)
         x,
     )
 
-    numbers = torch.arange(len(experts.fc1), device=x.device) + experts.first
+    numbers = torch.arange(len(experts.fc1.weights), device=x.device) + experts.first
     is_chosen = chosen[..., None] == numbers
     weights = (shares[..., None] * is_chosen).sum(dim=1)
     return (outputs.float() * weights.t()[..., None]).sum(dim=0).to(x.dtype)
 
 
-def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def grouped(experts: LocalExperts[Stack], x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Sort tokens by expert and use torch's grouped products; nothing waits for the host."""
-    tokens, places, ends = _sort_by_expert(chosen, experts.first, len(experts.fc1))
+    tokens, places, ends = _sort_by_expert(chosen, experts.first, len(experts.fc1.weights))
     rows = x.index_select(0, tokens)
 
     def of_rows(biases: Tensor) -> Tensor:
@@ -282,6 +272,15 @@ _join_experts = operator(
 )
 
 
+def _in_stack(matrices: Matrices, dtype: torch.dtype, keep: Keep, name: str) -> Stack:
+    biases = None
+    if matrices.biases:
+        whole = torch.stack([bias.to(dtype) for bias in matrices.biases])
+        biases = keep(f"{name} biases", whole)
+    weights = stacked(matrices.weights).to(dtype)
+    return Stack(weights, _stacked_factors(matrices.factors, keep, name), biases)
+
+
 def _stacked_factors(factors: Sequence[Factors | None], keep: Keep, name: str) -> Factors | None:
     """Stack the factors of all experts, with zeros up to a rank that grouped products take."""
     some = [each for each in factors if each is not None]
@@ -296,14 +295,6 @@ def _stacked_factors(factors: Sequence[Factors | None], keep: Keep, name: str) -
     return Factors(
         keep(f"{name} first", torch.stack(first)), keep(f"{name} second", torch.stack(second))
     )
-
-
-def _stacked_biases(
-    biases: Sequence[Tensor], dtype: torch.dtype, keep: Keep, name: str
-) -> Tensor | None:
-    if not biases:
-        return None
-    return keep(f"{name} biases", torch.stack([bias.to(dtype) for bias in biases]))
 
 
 def _gate_up_panels(weight: Tensor, columns: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrlhf.host.products import gpu_gives_float32
 from mrlhf.inference.native.adapters import adapted, factors_of
-from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
+from mrlhf.inference.native.experts import Experts, LocalExperts, Matrices, make_experts
 from mrlhf.inference.native.layer_weights import LayerWeights
 from mrlhf.inference.native.linear import Linear, linear, linear_in_float32
 from mrlhf.inference.native.operators import add_norm
@@ -146,23 +146,17 @@ def mlp_of_layer(weights: LayerWeights) -> Mlp:
 
     place = parameters.place
     held = experts_of(spec, place.ep, place.ep_rank)
-    fc1 = [f"{prefix}experts.{expert}.linear_fc1.weight" for expert in held]
-    fc2 = [f"{prefix}experts.{expert}.linear_fc2.weight" for expert in held]
-    biases: list[list[Tensor]] = [[], []]
-    if experts.has_biases:
-        biases = [[parameters[name.replace("weight", "bias")] for name in fc] for fc in (fc1, fc2)]
-        # The outputs of the ranks that split an expert add up, each with its part of the bias.
-        biases[1] = [bias / place.etp for bias in biases[1]]
-    local = LocalExperts(
-        first=held.start,
-        fc1=[parameters[name] for name in fc1],
-        fc2=[parameters[name] for name in fc2],
-        fc1_factors=[factors_of(parameters, name, dtype) for name in fc1],
-        fc2_factors=[factors_of(parameters, name, dtype) for name in fc2],
-        fc1_biases=biases[0],
-        fc2_biases=biases[1],
-        activation=experts.activation,
-    )
+
+    def matrices(layer: str) -> Matrices:
+        names = [f"{prefix}experts.{expert}.{layer}." for expert in held]
+        biases = [parameters[name + "bias"] for name in names if experts.has_biases]
+        factors = [factors_of(parameters, name + "weight", dtype) for name in names]
+        return Matrices([parameters[name + "weight"] for name in names], factors, biases)
+
+    fc2 = matrices("linear_fc2")
+    # The outputs of the ranks that split an expert add up, each with its part of the bias.
+    fc2 = fc2._replace(biases=[bias / place.etp for bias in fc2.biases])
+    local = LocalExperts(held.start, matrices("linear_fc1"), fc2, experts.activation)
 
     shared = None
     shared_gate = None

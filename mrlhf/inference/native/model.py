@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,18 +36,22 @@ AnyAttention = Attention | LatentAttention | DeltaLayer
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
+class AfterSum(NamedTuple):
+    """What follows the sum over the ranks' shares of an output; None where the model has none."""
+
+    bias: Tensor | None
+    norm: Tensor | None
+    part_norms: tuple[Tensor, Tensor] | None = None  # of two outputs side by side, added up then
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer; norms and biases are None where the model has none."""
+    """One layer."""
 
-    # A bias is added, and an output normalised, after the sum over the ranks' shares.
     attention: AnyAttention
-    proj_bias: Tensor | None
-    proj_norm: Tensor | None
+    after_attention: AfterSum
     mlp: Mlp
-    mlp_bias: Tensor | None
-    part_norms: tuple[Tensor, Tensor] | None  # of the two parts of the MLP's output
-    mlp_output_norm: Tensor | None
+    after_mlp: AfterSum
     input: LayerInput | None
     scalar: Tensor | None  # [1], by which the layer's output is multiplied
 
@@ -65,13 +70,9 @@ class Decoder:
         tables: Sequence[Tables],
         dtype: torch.dtype,
     ) -> None:
+        self._spec = spec
         self._parallel = parallel
-        self._eps = spec.norm_eps
         self._embedding_multiplier = spec.embedding_scale(dtype)
-        self._residual_multiplier = spec.residual_multiplier
-        self._logits_cap = spec.logits_cap
-        self._logits_divisor = spec.logits_divisor
-
         self._embedding = parameters[_EMBEDDING].to(dtype)
         self._layer_inputs = None
         if spec.layer_input_size:
@@ -100,7 +101,7 @@ class Decoder:
         """The experts of each mixture; a stack may be a copy made for this version."""
         mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, MixtureMlp)]
         experts = [mlp.experts.stack for mlp in mixtures if isinstance(mlp.experts, TorchExperts)]
-        return [tensor for stack in experts for tensor in (stack.fc1, stack.fc2)]
+        return [tensor for stack in experts for tensor in (stack.fc1.weights, stack.fc2.weights)]
 
     def forward(
         self, inputs: StepInputs, cache: list[Layer], record: Tensor | None = None
@@ -115,7 +116,9 @@ class Decoder:
         Returns:
             float32 [rows, vocab_shard]: this rank's columns, without padding.
         """
-        hidden = self._scaled(self._rows(self._embedding, inputs.tokens))
+        hidden = self._rows(self._embedding, inputs.tokens)
+        if self._embedding_multiplier != 1.0:
+            hidden = hidden * self._embedding_multiplier
         own: Sequence[Tensor] = ()
         if self._layer_inputs is not None:
             own = self._layer_inputs(hidden, self._rows(self._table, inputs.tokens))
@@ -123,11 +126,10 @@ class Decoder:
         choices: list[Tensor] = []
         for number, (layer, store) in enumerate(zip(self._layers, cache, strict=True)):
             share = layer.attention(hidden, delta, inputs, store)
-            delta = self._finish_block(share, layer.proj_bias, layer.proj_norm)
+            delta = self._finish_block(share, layer.after_attention)
 
             share = layer.mlp(hidden, delta, choices)
-            norm = layer.mlp_output_norm
-            delta = self._finish_block(share, layer.mlp_bias, norm, layer.part_norms)
+            delta = self._finish_block(share, layer.after_mlp)
             if layer.input is not None:
                 hidden = hidden + delta
                 delta = layer.input(hidden, own[number])
@@ -141,34 +143,29 @@ class Decoder:
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]
             delta = None if delta is None else delta[inputs.last]
-        logits = self._output(add_norm(hidden, delta, self._final_norm, self._eps))
-        if self._logits_cap is not None:
-            cap_logits(logits, self._logits_cap)
-        if self._logits_divisor != 1.0:
-            logits = logits / self._logits_divisor
+        logits = self._output(add_norm(hidden, delta, self._final_norm, self._spec.norm_eps))
+        if self._spec.logits_cap is not None:
+            cap_logits(logits, self._spec.logits_cap)
+        if self._spec.logits_divisor != 1.0:
+            logits = logits / self._spec.logits_divisor
         if logits.shape[1] == self._vocab_rows:
             return logits
         return logits[:, : self._vocab_rows].contiguous()
 
-    def _finish_block(
-        self,
-        share: Tensor,
-        bias: Tensor | None,
-        norm: Tensor | None,
-        part_norms: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def _finish_block(self, share: Tensor, after: AfterSum) -> Tensor:
         """Return what is added to the residual stream, from this rank's share of a product."""
+        spec = self._spec
         delta = self._parallel.sum(share)
-        if part_norms is not None:
-            pairs = zip(delta, part_norms, strict=True)
-            first, second = (add_norm(part, None, weight, self._eps) for part, weight in pairs)
+        if after.part_norms is not None:
+            pairs = zip(delta, after.part_norms, strict=True)
+            first, second = (add_norm(part, None, weight, spec.norm_eps) for part, weight in pairs)
             delta = first.add_(second)
-        if bias is not None:
-            delta = delta + bias
-        if norm is not None:
-            delta = add_norm(delta, None, norm, self._eps)
-        if self._residual_multiplier != 1.0:
-            delta = delta * self._residual_multiplier
+        if after.bias is not None:
+            delta = delta + after.bias
+        if after.norm is not None:
+            delta = add_norm(delta, None, after.norm, spec.norm_eps)
+        if spec.residual_multiplier != 1.0:
+            delta = delta * spec.residual_multiplier
         return delta
 
     def _rows(self, table: Tensor, tokens: Tensor) -> Tensor:
@@ -179,11 +176,6 @@ class Decoder:
         absent = (local < 0) | (local >= len(table))
         partial = F.embedding(local.masked_fill(absent, 0), table)
         return self._parallel.sum(partial.masked_fill_(absent[:, None], 0))
-
-    def _scaled(self, embeddings: Tensor) -> Tensor:
-        if self._embedding_multiplier == 1.0:
-            return embeddings
-        return embeddings * self._embedding_multiplier
 
 
 def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> DecoderLayer:
@@ -197,27 +189,22 @@ def _layer(weights: LayerWeights, tables: Tables, parallel: TensorParallel) -> D
     else:
         attention = _attention(weights, tables, parallel)
 
-    def bias(exists: bool, name: str) -> Tensor | None:
-        return weights.tensor(name) if exists else None
+    def after(linear: str, has_bias: bool) -> AfterSum:
+        norm = weights.norm(f"{linear}.output_norm.weight") if spec.norms_after else None
+        return AfterSum(weights.tensor(f"{linear}.bias") if has_bias else None, norm)
 
-    def norm_after(name: str) -> Tensor | None:
-        return weights.norm(name) if spec.norms_after else None
-
-    after_mlp = "mlp.linear_fc2.output_norm.weight"
-    part_norms = None
     if spec.experts is not None and spec.experts.own_norms:
-        after_mlp = "mlp.sum_norm.weight"
         own = ("mlp.output_norm.weight", "mlp.shared.linear_fc2.output_norm.weight")
         part_norms = (weights.norm(own[0]), weights.norm(own[1]))
+        after_mlp = AfterSum(None, weights.norm("mlp.sum_norm.weight"), part_norms)
+    else:
+        after_mlp = after("mlp.linear_fc2", spec.mlp_bias)
 
     return DecoderLayer(
         attention=attention,
-        proj_bias=bias(spec.o_bias, "self_attention.linear_proj.bias"),
-        proj_norm=norm_after("self_attention.linear_proj.output_norm.weight"),
+        after_attention=after("self_attention.linear_proj", spec.o_bias),
         mlp=mlp_of_layer(weights),
-        mlp_bias=bias(spec.mlp_bias, "mlp.linear_fc2.bias"),
-        part_norms=part_norms,
-        mlp_output_norm=norm_after(after_mlp),
+        after_mlp=after_mlp,
         input=layer_input(weights) if spec.layer_input_size else None,
         scalar=weights.tensor("layer_scalar") if spec.scales_layers else None,
     )
@@ -232,23 +219,16 @@ def _attention(weights: LayerWeights, tables: Tables, parallel: TensorParallel) 
         norms = (q_norm, weights.norm(own + "k_layernorm.weight") if spec.has_keys else q_norm)
     bias = weights.tensor(own + "linear_qkv.bias") if spec.qkv_bias else None
     return Attention(
+        spec=spec,
         parallel=parallel,
-        eps=spec.norm_eps,
-        scale=spec.attention_scale,
         kv_heads=attention_of(spec).cached.on_rank(parallel.size),
         norm=weights.norm("input_layernorm.weight") if spec.norms_before else None,
         qkv=weights.linear(own + "linear_qkv.weight", bias),
-        head_norms=norms if spec.qk_norm == "head" else None,
-        projection_norms=norms if spec.qk_norm == "projection" else None,
+        norms=norms,
         tables=tables,
         window=spec.windows[weights.number],
         proj=weights.linear(own + "linear_proj.weight"),
         sinks=weights.tensor(own + "sinks") if spec.has_sinks else None,
-        cap=spec.attention_cap,
-        has_gate=spec.output_gate,
-        keys_are_values=spec.keys_are_values and spec.has_keys,
-        norms_values=spec.norms_values and spec.has_keys,
-        has_keys=spec.has_keys,
     )
 
 

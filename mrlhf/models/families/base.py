@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mrlhf.models.lora import adapter_rules, adapter_shapes, linear_layers, with_adapters
@@ -63,10 +64,10 @@ class Family:
             and final norm for the layers of the chunk.
         base_shapes: (spec) -> name and full shape of every tensor of a Hugging Face checkpoint,
             in the order of the checkpoint.
-        base_parameters: (spec, chunk) -> the names in `GPTModel.named_parameters()` of a chunk that
-            is built without TransformerEngine, in that order. Layers are numbered from 0.
-        base_rules: (spec, chunk) -> the named tensors that each parameter of the chunk holds. It
-            has the names of both builds, with and without TransformerEngine.
+        base_rules: (spec, chunk) -> the named tensors that each parameter of the chunk holds, in
+            the order of `GPTModel.named_parameters()`. Layers are numbered from 0. If the build
+            with TransformerEngine names a parameter otherwise, that name comes later. A rule of
+            tensors that the model does not have means no parameter.
         other_forms: (spec) -> by their names in a file, tensors that it may hold in place of those
             of `tensor_shapes`.
         written_forms: (spec) -> by their names in a file, tensors that stack some of the model's in
@@ -93,7 +94,6 @@ class Family:
     megatron_options: Callable[[ModelSpec], dict[str, Any]]
     decoder_spec: Callable[[ModelSpec, Chunk, bool], TransformerBlockSubmodules]
     base_shapes: Callable[[ModelSpec], dict[str, Shape]]
-    base_parameters: Callable[[ModelSpec, Chunk], list[str]]
     base_rules: Callable[[ModelSpec, Chunk], Mapping[str, Rule]]
     other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
     written_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
@@ -116,16 +116,25 @@ class Family:
         return shapes | factors
 
     def linear_layers(self, spec: ModelSpec) -> list[str]:
-        """The names of all layers that can have an adapter."""
+        """The names of all layers that can have an adapter, in the order of the checkpoint."""
         shapes = self.base_shapes(spec)
-        layers: list[str] = []
+        layers: set[str] = set()
         for rule in self.all_rules(spec).values():
-            layers += linear_layers(rule, shapes)
-        return layers
+            layers.update(linear_layers(rule, shapes))
+        names = (name.removesuffix(".weight") for name in shapes)
+        return [name for name in names if name in layers]
 
     def parameter_names(self, spec: ModelSpec, chunk: Chunk) -> list[str]:
-        """The names of a chunk's parameters in their order, adapters included."""
-        names = self.base_parameters(spec, chunk)
+        """The names of a chunk's parameters in their order, adapters included.
+
+        They are those of the build without TransformerEngine.
+        """
+        shapes = _base_shapes(self.base_shapes, spec)
+        first_names: dict[Rule, str] = {}
+        for name, rule in self.base_rules(spec, chunk).items():
+            if rule.names[0] in shapes:
+                first_names.setdefault(rule, name)
+        names = list(first_names.values())
         if spec.lora is None:
             return names
         return list(with_adapters(names, self._adapter_rules(spec, chunk)))
@@ -140,7 +149,7 @@ class Family:
         return self.base_rules(spec, whole_model(spec))
 
     def _adapter_rules(self, spec: ModelSpec, chunk: Chunk) -> dict[str, Rule]:
-        shapes = self.base_shapes(spec)
+        shapes = _base_shapes(self.base_shapes, spec)
         rules: dict[str, Rule] = {}
         for name, rule in self.base_rules(spec, chunk).items():
             rules |= adapter_rules(spec, shapes, name, rule)
@@ -151,3 +160,10 @@ class Family:
         if head == "lm":
             return f"{self.class_stem}ForCausalLM"
         return f"{self.classifier_stem or self.class_stem}ForSequenceClassification"
+
+
+@lru_cache(maxsize=4)
+def _base_shapes(
+    base_shapes: Callable[[ModelSpec], dict[str, Shape]], spec: ModelSpec
+) -> Mapping[str, Shape]:
+    return base_shapes(spec)

@@ -11,11 +11,11 @@ from typing import Any
 
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.dense import dense_spec, require_values
-from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.mixture import (
+    GROUPED_KEYS,
     draft_layers,
     grouped_experts,
-    mixture_family,
+    grouped_family,
     with_experts,
 )
 from mrlhf.models.spec import Head, Latent, ModelSpec
@@ -82,21 +82,14 @@ def _scale(rope: dict[str, Any]) -> float:
 
 
 REQUIRED = (
-    *("n_routed_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *GROUPED_KEYS,
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 """What the `config.json` of a model with latent attention and experts must state."""
 
 DEEPSEEK_V3 = replace(
-    mixture_family(
-        "deepseek_v3",
-        "DeepseekV3",
-        read_config,
-        ExpertNames(shared="mlp.shared_experts"),
-        REQUIRED,
-    ),
+    grouped_family("deepseek_v3", "DeepseekV3", read_config, REQUIRED),
     ignored_prefixes=lambda spec: (*draft_layers(spec), *_READS_IMAGES),
-    float32_endings=(ExpertNames().correction,),
     wrapper="kimi_k25",
     renamed=("kimi_k2",),
 )

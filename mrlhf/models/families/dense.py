@@ -18,7 +18,6 @@ from mrlhf.models.families.dense_weights import (
     EMBEDDING,
     LANGUAGE_HEAD,
     SCALAR_HEAD,
-    parameter_names,
     rules_of,
     tensor_shapes,
 )
@@ -52,7 +51,6 @@ def dense_family(
         megatron_options=megatron_options,
         decoder_spec=decoder_spec,
         base_shapes=tensor_shapes,
-        base_parameters=parameter_names,
         base_rules=rules_of,
     )
 

@@ -14,18 +14,13 @@ from itertools import pairwise
 from mrlhf.models.families.base import Chunk
 from mrlhf.models.families.expert_weights import (
     ExpertNames,
-    expert_parameters,
-    expert_rules,
     expert_shapes,
-    shared_rules,
+    mixture_rules,
 )
 from mrlhf.models.families.mixing_weights import (
-    INDEXER,
-    delta_parameters,
     delta_rules,
     delta_shapes,
     indexer_shapes,
-    latent_parameters,
     latent_rules,
     latent_shapes,
 )
@@ -34,6 +29,8 @@ from mrlhf.weights.shard import Rule, Shape
 
 EMBEDDING = "model.embed_tokens.weight"
 INPUT_TABLE = "model.embed_tokens_per_layer.weight"
+INPUT_PROJECTION = "model.per_layer_model_projection.weight"
+INPUT_NORM = "model.per_layer_projection_norm.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 # The parameters by which a layer adds its own input of a token, and their tensors.
@@ -52,8 +49,8 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
     if spec.layer_input_size:
         width = spec.num_layers * spec.layer_input_size
         shapes[INPUT_TABLE] = (spec.vocab_size, width)
-        shapes["model.per_layer_model_projection.weight"] = (width, hidden)
-        shapes["model.per_layer_projection_norm.weight"] = (spec.layer_input_size,)
+        shapes[INPUT_PROJECTION] = (width, hidden)
+        shapes[INPUT_NORM] = (spec.layer_input_size,)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         if spec.scales_layers:
@@ -91,55 +88,39 @@ def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str
     return shapes
 
 
-def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
-    """The names of a chunk's parameters, in the order of `GPTModel.named_parameters()`.
-
-    The last of several chunks has an output layer even where embeddings are tied: a copy of the
-    embedding.
-    """
-    names = []
-    if chunk.is_first:
-        names.append("embedding.word_embeddings.weight")
-
-    for number, layer in enumerate(chunk.layers):
-        mlp = _mlp_parameters(spec)
-        if spec.has_experts(layer):
-            mlp = expert_parameters(spec, chunk.experts)
-        scalar = ["layer_scalar"] if spec.scales_layers else []
-        attention = _attention_parameters(spec.of_layer(layer), layer)
-        added = LAYER_INPUT if spec.layer_input_size else {}
-        names += [f"decoder.layers.{number}.{name}" for name in (*scalar, *attention, *mlp, *added)]
-
-    if chunk.is_last:
-        names.append("decoder.final_layernorm.weight")
-        if not (spec.output_is_embedding and chunk.is_first):
-            names.append("output_layer.weight")
-    if spec.layer_input_size and chunk.is_first:
-        names += [f"layer_inputs.{name}.weight" for name in ("table", "projection", "norm")]
-    return names
-
-
 def rules_of(spec: ModelSpec, chunk: Chunk, names: ExpertNames | None = None) -> dict[str, Rule]:
-    """The named tensors that each parameter of a chunk holds, and how they are cut.
+    """The named tensors that each parameter of a chunk holds, and how they are cut; see `Family`.
 
     The layers of `chunk` are numbered from 0. `names` is what the checkpoint calls the tensors of a
-    mixture of experts; None: a dense model.
+    mixture of experts; None: a dense model. The last of several chunks has an output layer even
+    where embeddings are tied: a copy of the embedding.
     """
-    rules = _outer_rules(spec)
+    embedding = Rule((EMBEDDING,), dim=0)
+    rules = {"embedding.word_embeddings.weight": embedding} if chunk.is_first else {}
     width = 0 if spec.experts is None else spec.experts.ffn_size
-    names = None if spec.experts is None else names
     for number, layer in enumerate(chunk.layers):
-        own = f"decoder.layers.{number}."
         prefix = f"model.layers.{layer}."
-        heads = spec.of_layer(layer)
-        for name, rule in _layer_rules(heads, prefix, names, spec.has_delta(layer)).items():
-            rules[own + name] = rule
-
+        kind = spec.of_layer(layer)
+        mixing = _mixing_rules(kind, prefix, spec.has_delta(layer))
         if spec.has_experts(layer):
             assert names is not None, "a mixture without names"
-            for expert in chunk.experts:
-                for name, rule in expert_rules(names, prefix, expert, width).items():
-                    rules[own + name] = rule
+            mlp = mixture_rules(names, prefix, chunk.experts, width)
+        else:
+            mlp = _mlp_rules(kind, prefix)
+        for name, rule in (*mixing.items(), *mlp.items()):
+            rules[f"decoder.layers.{number}.{name}"] = rule
+        for name, tensor in LAYER_INPUT.items() if spec.layer_input_size else ():
+            rules[f"decoder.layers.{number}.{name}"] = Rule((prefix + tensor,), dim=None)
+
+    if chunk.is_last:
+        rules["decoder.final_layernorm.weight"] = Rule(("model.norm.weight",), dim=None)
+        output = embedding if spec.tied_embeddings else Rule((LANGUAGE_HEAD,), dim=0)
+        is_scalar = spec.head == "scalar"
+        rules["output_layer.weight"] = Rule((SCALAR_HEAD,), dim=None) if is_scalar else output
+    if chunk.is_first:
+        rules["layer_inputs.table.weight"] = Rule((INPUT_TABLE,), dim=0)
+        rules["layer_inputs.projection.weight"] = Rule((INPUT_PROJECTION,), dim=None)
+        rules["layer_inputs.norm.weight"] = Rule((INPUT_NORM,), dim=None)
     return rules
 
 
@@ -193,125 +174,42 @@ def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
         yield prefix + "down_proj.bias", (spec.hidden_size,)
 
 
-def _attention_parameters(spec: ModelSpec, layer: int) -> list[str]:
-    """The parameters of a layer before its MLP."""
-    attention = ["sinks"] if spec.has_sinks else []
-    attention.append("linear_proj.weight")
-    if spec.norms_after:
-        attention.append("linear_proj.output_norm.weight")
-    if spec.o_bias:
-        attention.append("linear_proj.bias")
-    attention.append("linear_qkv.weight")
-    if spec.qkv_bias:
-        attention.append("linear_qkv.bias")
-    if spec.qk_norm != "none":
-        attention.append("q_layernorm.weight")
-        if spec.has_keys:
-            attention.append("k_layernorm.weight")
-
-    if spec.latent is not None:
-        attention = latent_parameters(spec.latent)
-        if spec.indexer_of(layer) is not None:
-            attention += [f"indexer.{name}" for name in INDEXER]
-    if spec.has_delta(layer):
-        attention = delta_parameters()
-    names = [f"self_attention.{name}" for name in attention]
-    if spec.norms_before:
-        names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
-    return names
-
-
-def _mlp_parameters(spec: ModelSpec) -> list[str]:
-    mlp = ["linear_fc1.weight", "linear_fc2.weight"]
-    if spec.mlp_bias:
-        mlp = ["linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"]
-
-    if spec.norms_after:
-        mlp.append("linear_fc2.output_norm.weight")
-    return [f"mlp.{name}" for name in mlp]
-
-
-def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
-    embedding = Rule((EMBEDDING,), dim=0)
-    if spec.head == "scalar":
-        output = Rule((SCALAR_HEAD,), dim=None)
-    elif spec.tied_embeddings:
-        output = embedding
-    else:
-        output = Rule((LANGUAGE_HEAD,), dim=0)
-
-    projection = Rule(("model.per_layer_model_projection.weight",), dim=None)
-    return {
-        "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": Rule(("model.norm.weight",), dim=None),
-        "output_layer.weight": output,
-        "layer_inputs.table.weight": Rule((INPUT_TABLE,), dim=0),
-        "layer_inputs.projection.weight": projection,
-        "layer_inputs.norm.weight": Rule(("model.per_layer_projection_norm.weight",), dim=None),
-    }
-
-
 # A plan asks for a layer once for each rank that has some of its experts.
 @lru_cache(maxsize=128)
-def _layer_rules(
-    spec: ModelSpec, prefix: str, names: ExpertNames | None, has_delta: bool
-) -> Mapping[str, Rule]:
-    """The rules of all parameters that a layer has in either build, those of experts aside."""
+def _mixing_rules(spec: ModelSpec, prefix: str, has_delta: bool) -> Mapping[str, Rule]:
+    """The rules of what a layer has before its MLP, the norm of that included."""
     if spec.delta is not None and has_delta:
         attention = delta_rules(spec.delta, prefix + "linear_attn.")
+    elif spec.latent is not None:
+        attention = latent_rules(spec.latent, prefix + "self_attn.")
     else:
-        attention = _attention_rules(spec, prefix + "self_attn.")
-    # The tensors of a dense MLP may be those of a shared expert.
-    mlp = _mlp_rules(spec, prefix + "mlp.") if spec.has_dense_layers else {}
+        attention = _attention_rules(spec, prefix)
+
+    norm = Rule((prefix + "input_layernorm.weight",), dim=None)
+    # A lone norm before the MLP has the name of its place, after attention.
+    place = "pre_feedforward" if spec.norms_after else "post_attention"
+    before_mlp = Rule((f"{prefix}{place}_layernorm.weight",), dim=None)
     return {
         "layer_scalar": Rule((prefix + "layer_scalar",), dim=None),
-        **{name: Rule((prefix + tensor,), dim=None) for name, tensor in LAYER_INPUT.items()},
-        **_norm_rules(spec, prefix),
+        "input_layernorm.weight": norm,
         **attention,
-        **mlp,
-        **({} if names is None else shared_rules(names, prefix)),
+        "pre_mlp_layernorm.weight": before_mlp,
+        # TransformerEngine fuses each norm into the linear layer that follows it.
+        "self_attention.linear_qkv.layer_norm_weight": norm,
+        "mlp.linear_fc1.layer_norm_weight": before_mlp,
     }
 
 
-def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
-    def norm(name: str) -> Rule:
-        return Rule((f"{prefix}{name}_layernorm.weight",), dim=None)
-
-    rules = {}
-    if spec.norms_after:
-        rules["self_attention.linear_proj.output_norm.weight"] = norm("post_attention")
-        rules["mlp.linear_fc2.output_norm.weight"] = norm("post_feedforward")
-    if spec.norms_before:
-        # A lone norm before the MLP has the name of its place, after attention.
-        before_mlp = norm("pre_feedforward" if spec.norms_after else "post_attention")
-        rules["input_layernorm.weight"] = norm("input")
-        rules["pre_mlp_layernorm.weight"] = before_mlp
-        # TransformerEngine fuses each norm into the linear layer that follows it.
-        rules["self_attention.linear_qkv.layer_norm_weight"] = norm("input")
-        rules["mlp.linear_fc1.layer_norm_weight"] = before_mlp
-    return rules
-
-
-def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
-    if spec.latent is not None:
-        rules = latent_rules(spec.latent, prefix)
-        if spec.latent.indexer is not None:
-            for name in INDEXER:
-                rule = Rule((f"{prefix}indexer.{name}",), dim=None)
-                rules[f"self_attention.indexer.{name}"] = rule
-        return rules
-    q_norm = Rule((prefix + "q_norm.weight",), dim=None)
-    k_norm = Rule((prefix + "k_norm.weight",), dim=None)
-    if spec.qk_norm == "projection":
-        q_norm = Rule(q_norm.names, dim=0, periods=spec.num_kv_heads)
-        k_norm = Rule(k_norm.names, dim=0, periods=spec.num_kv_heads)
+def _attention_rules(spec: ModelSpec, layer: str) -> dict[str, Rule]:
+    prefix = layer + "self_attn."
     rules = {
-        "self_attention.q_layernorm.weight": q_norm,
-        "self_attention.k_layernorm.weight": k_norm,
         "self_attention.sinks": Rule((prefix + "sinks",), dim=0),
         "self_attention.linear_proj.weight": Rule((prefix + "o_proj.weight",), dim=1),
         "self_attention.linear_proj.bias": Rule((prefix + "o_proj.bias",), dim=None),
     }
+    if spec.norms_after:
+        norm = Rule((layer + "post_attention_layernorm.weight",), dim=None)
+        rules["self_attention.linear_proj.output_norm.weight"] = norm
 
     of_letters = _qkv_rows(spec)
     for kind in ("weight", "bias"):
@@ -323,14 +221,18 @@ def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
         rules[f"self_attention.linear_qkv.{kind}"] = Rule(
             names, dim=0, periods=spec.num_kv_heads if spec.has_keys else None, intervals=rows
         )
+
+    for letter in "qk":
+        norm = Rule((f"{prefix}{letter}_norm.weight",), dim=None)
+        if spec.qk_norm == "projection":
+            norm = Rule(norm.names, dim=0, periods=spec.num_kv_heads)
+        rules[f"self_attention.{letter}_layernorm.weight"] = norm
     return rules
 
 
-def _mlp_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
-    rules = {
-        "mlp.linear_fc2.weight": Rule((prefix + "down_proj.weight",), dim=1),
-        "mlp.linear_fc2.bias": Rule((prefix + "down_proj.bias",), dim=None),
-    }
+def _mlp_rules(spec: ModelSpec, layer: str) -> dict[str, Rule]:
+    prefix = layer + "mlp."
+    rules = {}
     for kind in ("weight", "bias"):
         names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
         rows = None
@@ -338,7 +240,13 @@ def _mlp_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
             names = (f"{prefix}gate_up_proj.{kind}",) * 2
             rows = _intervals((spec.ffn_size, spec.ffn_size))
         rules[f"mlp.linear_fc1.{kind}"] = Rule(names, dim=0, intervals=rows)
-    return rules
+
+    norm = Rule((layer + "post_feedforward_layernorm.weight",), dim=None)
+    return rules | {
+        "mlp.linear_fc2.weight": Rule((prefix + "down_proj.weight",), dim=1),
+        "mlp.linear_fc2.bias": Rule((prefix + "down_proj.bias",), dim=None),
+        "mlp.linear_fc2.output_norm.weight": norm,
+    }
 
 
 def _intervals(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

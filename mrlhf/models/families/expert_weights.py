@@ -22,7 +22,6 @@ class ExpertNames:
 
     Attributes:
         router: the matrix of the router.
-        correction: the vector that is added to the scores for the choice.
         experts: the beginning of the names of the experts' tensors, before the number.
         gate: the matrix of an expert that goes through the activation.
         up: the matrix of an expert that is multiplied with it. None: its rows and those of `gate`
@@ -31,20 +30,20 @@ class ExpertNames:
         alternates: whether those rows alternate, and the matrices in stacks are transposed.
         down: the matrix of an expert that gives its output.
         shared: the beginning of the names of the shared expert's tensors.
-        shared_gate: the matrix that the shared expert's gate comes from.
     """
 
     router: str = "mlp.gate.weight"
-    correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
     gate: str = "gate_proj.weight"
     up: str | None = "up_proj.weight"
     alternates: bool = False
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_expert"
-    shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
+CORRECTION = "mlp.gate.e_score_correction_bias"
+"""The vector that is added to the scores for the choice."""
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
 # What a mixture with own norms has more: parameters and their tensors.
 _ROUTER_SCALES = {
     "mlp.router.scale": "router.scale",
@@ -68,7 +67,7 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
     if experts.has_biases:
         yield prefix + _bias_of(names.router), (experts.count,)
     if experts.has_correction:
-        yield prefix + names.correction, (experts.count,)
+        yield prefix + CORRECTION, (experts.count,)
     for number in range(experts.count):
         expert = f"{prefix}{names.experts}.{number}."
         if names.up is None:
@@ -84,7 +83,7 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
         yield shared + "up_proj.weight", (experts.shared_ffn_size, hidden)
         yield shared + "down_proj.weight", (hidden, experts.shared_ffn_size)
     if experts.shared_gate:
-        yield prefix + names.shared_gate, (1, hidden)
+        yield prefix + _SHARED_GATE, (1, hidden)
     if experts.own_norms:
         yield prefix + "router.scale", (hidden,)
         yield prefix + "router.per_expert_scale", (experts.count,)
@@ -161,32 +160,27 @@ def forms_in_memory(
     yield prefix + "mlp.gate.weight", router
 
 
-def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
-    """The parameters of a mixture whose experts `held` are here, in the model's order."""
-    experts = spec.experts
-    assert experts is not None
-    kinds = ("weight", "bias") if experts.has_biases else ("weight",)
-    parameters = [f"mlp.router.{kind}" for kind in kinds]
-    if experts.own_norms:
-        parameters += _ROUTER_SCALES
-    if experts.has_correction:
-        parameters.append("mlp.router.correction")
-    for part in (1, 2):  # the order of `RoutedExperts.named_modules`
-        for n in reversed(held):
-            parameters += [f"mlp.experts.{n}.linear_fc{part}.{kind}" for kind in kinds]
+def mixture_rules(
+    names: ExpertNames, prefix: str, held: Sequence[int], width: int
+) -> dict[str, Rule]:
+    """The rules of the parameters of a layer's mixture whose experts `held`, of `width`, are here.
 
-    if experts.shared_ffn_size:
-        parameters += [f"mlp.shared.linear_fc{part}.weight" for part in (1, 2)]
-    if experts.shared_gate:
-        parameters.append("mlp.shared_gate.weight")
-    if experts.own_norms:
-        parameters += _OWN_NORMS
-    return parameters
+    They are in the module's order.
+    """
+    router, others = _rules_beside_experts(names, prefix)
+    rules = dict(router)
+    experts = [_expert_rules(names, prefix, number, width) for number in reversed(held)]
+    for matrix in (0, 1):  # the order of `RoutedExperts.named_modules`
+        for expert in experts:
+            rules.update(expert[matrix])
+    return {**rules, **others}
 
 
 @lru_cache(maxsize=2**15)  # a plan asks for each expert twice, in training and in the engine
-def expert_rules(names: ExpertNames, prefix: str, number: int, width: int) -> Mapping[str, Rule]:
-    """The rules of the parameters of one of the experts, of this `width`, of a layer."""
+def _expert_rules(
+    names: ExpertNames, prefix: str, number: int, width: int
+) -> tuple[Mapping[str, Rule], Mapping[str, Rule]]:
+    """The rules of the first and of the second matrix of an expert, with their biases."""
     own = f"mlp.experts.{number}."
     expert = f"{prefix}{names.experts}.{number}."
     gate = expert + names.gate
@@ -196,27 +190,33 @@ def expert_rules(names: ExpertNames, prefix: str, number: int, width: int) -> Ma
     if names.up is None and not names.alternates:
         halves = ((0, width), (width, 2 * width))
         first = first._replace(names=(gate, gate), intervals=halves)
-    rules = {
-        own + "linear_fc1.weight": first,
-        own + "linear_fc2.weight": Rule((down,), dim=1, of_expert=True),
-    }
+    firsts = {own + "linear_fc1.weight": first}
+    seconds = {own + "linear_fc2.weight": Rule((down,), dim=1, of_expert=True)}
     if names.up is None:
-        rules[own + "linear_fc1.bias"] = Rule((_bias_of(gate),), dim=0, of_expert=True)
-        rules[own + "linear_fc2.bias"] = Rule((_bias_of(down),), dim=None, of_expert=True)
-    return rules
+        firsts[own + "linear_fc1.bias"] = Rule((_bias_of(gate),), dim=0, of_expert=True)
+        seconds[own + "linear_fc2.bias"] = Rule((_bias_of(down),), dim=None, of_expert=True)
+    return firsts, seconds
 
 
-def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
-    """The rules of the layer's other parameters of a mixture: router, shared expert, own norms."""
+@lru_cache(maxsize=128)  # as of what a layer has before its MLP
+def _rules_beside_experts(
+    names: ExpertNames, prefix: str
+) -> tuple[Mapping[str, Rule], Mapping[str, Rule]]:
+    """The rules of a mixture's router, and those of its shared expert and own norms."""
+
+    def whole(parameters: Mapping[str, str]) -> dict[str, Rule]:
+        return {own: Rule((prefix + name,), dim=None) for own, name in parameters.items()}
+
+    router = {
+        "mlp.router.weight": names.router,
+        "mlp.router.bias": _bias_of(names.router),
+        **_ROUTER_SCALES,
+        "mlp.router.correction": CORRECTION,
+    }
     shared = f"{prefix}{names.shared}."
     gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
-    more = _ROUTER_SCALES | _OWN_NORMS
-    return {
-        "mlp.router.weight": Rule((prefix + names.router,), dim=None),
-        "mlp.router.bias": Rule((prefix + _bias_of(names.router),), dim=None),
-        "mlp.router.correction": Rule((prefix + names.correction,), dim=None),
+    return whole(router), {
         "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
         "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),
-        "mlp.shared_gate.weight": Rule((prefix + names.shared_gate,), dim=None),
-        **{own: Rule((prefix + name,), dim=None) for own, name in more.items()},
+        **whole({"mlp.shared_gate.weight": _SHARED_GATE, **_OWN_NORMS}),
     }

@@ -11,19 +11,15 @@ from typing import Any
 
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.dense import (
-    REQUIRED_KEYS,
     check_rotations,
-    dense_family,
     read_by_layer_type,
     refuse_scalar,
     rotary_dim,
 )
-from mrlhf.models.families.dense_weights import rules_of, tensor_shapes
-from mrlhf.models.families.expert_weights import ExpertNames, stacked_forms
+from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.gemma2 import gemma_spec
-from mrlhf.models.families.mixture import count
+from mrlhf.models.families.mixture import count, mixture_family, stacked_experts
 from mrlhf.models.spec import Experts, GlobalHeads, Head, ModelSpec
-from mrlhf.weights.forms import OtherForm
 
 _NAMES = ExpertNames(
     router="router.proj.weight",
@@ -89,14 +85,6 @@ def _with_experts(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
             own_norms=True,
         ),
     )
-
-
-def _forms(spec: ModelSpec) -> dict[str, OtherForm]:
-    """The stacks of experts of all layers."""
-    forms: dict[str, OtherForm] = {}
-    for layer in range(spec.num_layers if spec.experts is not None else 0):
-        forms.update(stacked_forms(spec, _NAMES, f"model.layers.{layer}.", in_mxfp4=False))
-    return forms
 
 
 def _plain_rotations(config: dict[str, Any]) -> dict[str, Any]:
@@ -174,17 +162,14 @@ def _of_other_parts(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(root + part for root in ("model.", "model.language_model.") for part in others)
 
 
+_MORE_KEYS = (
+    *("num_key_value_heads", "head_dim", "sliding_window"),
+    "global_head_dim or per_layer_config",
+)
 GEMMA4 = replace(
-    dense_family("gemma4_text", "Gemma4", read_config),
+    mixture_family("gemma4_text", "Gemma4", read_config, _NAMES, _MORE_KEYS),
     wrapper="gemma4",
-    base_shapes=partial(tensor_shapes, names=_NAMES),
-    base_rules=partial(rules_of, names=_NAMES),
-    other_forms=_forms,
-    written_forms=_forms,
-    required_keys=(
-        *REQUIRED_KEYS,
-        *("num_key_value_heads", "head_dim", "sliding_window"),
-        "global_head_dim or per_layer_config",
-    ),
+    other_forms=partial(stacked_experts, names=_NAMES),
+    written_forms=partial(stacked_experts, names=_NAMES),
     ignored_prefixes=_of_other_parts,
 )

@@ -10,13 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrlhf.models.families.dense import dense_spec, refuse_scalar
-from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import (
-    draft_layers,
-    grouped_experts,
-    mixture_family,
-    with_experts,
-)
+from mrlhf.models.families.mixture import grouped_experts, grouped_family, with_experts
 from mrlhf.models.spec import Head, ModelSpec
 
 
@@ -31,14 +25,4 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     return with_experts(spec, grouped_experts(config))
 
 
-GLM4_MOE = replace(
-    mixture_family(
-        "glm4_moe",
-        "Glm4Moe",
-        read_config,
-        ExpertNames(shared="mlp.shared_experts"),
-        ("n_routed_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    ),
-    ignored_prefixes=draft_layers,
-    float32_endings=(ExpertNames().correction,),
-)
+GLM4_MOE = grouped_family("glm4_moe", "Glm4Moe", read_config)

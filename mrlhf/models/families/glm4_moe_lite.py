@@ -9,15 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from mrlhf.errors import ConfigError
-from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
+from mrlhf.models.families.deepseek_v3 import REQUIRED, latent_spec
 from mrlhf.models.families.dense import refuse_scalar
-from mrlhf.models.families.expert_weights import ExpertNames
-from mrlhf.models.families.mixture import (
-    draft_layers,
-    grouped_experts,
-    mixture_family,
-    with_experts,
-)
+from mrlhf.models.families.mixture import grouped_experts, grouped_family, with_experts
 from mrlhf.models.spec import Experts, Head, ModelSpec
 
 
@@ -39,14 +33,4 @@ def listed_experts(config: dict[str, Any]) -> Experts:
     return replace(experts, layers=tuple(kind == "sparse" for kind in kinds))
 
 
-GLM4_MOE_LITE = replace(
-    mixture_family(
-        "glm4_moe_lite",
-        "Glm4MoeLite",
-        read_config,
-        ExpertNames(shared="mlp.shared_experts"),
-        REQUIRED,
-    ),
-    ignored_prefixes=draft_layers,
-    float32_endings=DEEPSEEK_V3.float32_endings,
-)
+GLM4_MOE_LITE = grouped_family("glm4_moe_lite", "Glm4MoeLite", read_config, REQUIRED)

@@ -11,10 +11,14 @@ from typing import Any
 
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.dense import dense_spec, with_layer_types
-from mrlhf.models.families.expert_weights import ExpertNames, stacked_forms
-from mrlhf.models.families.mixture import count, mixture_family, with_experts
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.mixture import (
+    count,
+    mixture_family,
+    stacked_experts,
+    with_experts,
+)
 from mrlhf.models.spec import ClampedSwish, Experts, Head, ModelSpec
-from mrlhf.weights.forms import OtherForm
 
 _NAMES = ExpertNames(
     router="mlp.router.weight", gate="gate_up_proj", up=None, alternates=True, down="down_proj"
@@ -46,19 +50,10 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     return with_experts(spec, experts)
 
 
-def _forms(spec: ModelSpec, kinds: tuple[bool, ...]) -> dict[str, OtherForm]:
-    """The stacks of all layers, in MXFP4 or not as each of `kinds` says."""
-    forms: dict[str, OtherForm] = {}
-    for layer in range(spec.num_layers):
-        for in_mxfp4 in kinds:
-            forms.update(stacked_forms(spec, _NAMES, f"model.layers.{layer}.", in_mxfp4))
-    return forms
-
-
 _MORE_KEYS = ("num_local_experts", "num_experts_per_tok", "num_key_value_heads", "head_dim")
 GPT_OSS = replace(
     mixture_family("gpt_oss", "GptOss", read_config, _NAMES, (*_MORE_KEYS, "sliding_window")),
-    other_forms=partial(_forms, kinds=(False, True)),
-    written_forms=partial(_forms, kinds=(False,)),
+    other_forms=partial(stacked_experts, names=_NAMES, in_mxfp4=(False, True)),
+    written_forms=partial(stacked_experts, names=_NAMES),
     quantisations=("mxfp4",),
 )

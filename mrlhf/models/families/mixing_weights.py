@@ -62,6 +62,8 @@ def latent_rules(latent: Latent, prefix: str) -> dict[str, Rule]:
         f"self_attention.{parameter}.weight": Rule((f"{prefix}{tensor}.weight",), dim)
         for parameter, tensor, dim in _parts(latent)
     }
+    for name in INDEXER:
+        rules[f"self_attention.indexer.{name}"] = Rule((f"{prefix}indexer.{name}",), dim=None)
     # TransformerEngine fuses each norm into the linear layer that follows it.
     for letter in ("kv",) if latent.q_rank is None else ("q", "kv"):
         fused = f"self_attention.linear_{letter}_up_proj.layer_norm_weight"
@@ -99,12 +101,6 @@ def delta_shapes(hidden: int, net: DeltaNet, prefix: str) -> Iterator[tuple[str,
     yield prefix + "out_proj.weight", (hidden, net.value_size)
 
 
-def delta_parameters() -> list[str]:
-    """The parameters of a net in the model's order."""
-    matrices = [f"linear_{name}.weight" for name in ("qkvz", "ba", "proj")]
-    return ["A_log", "dt_bias", "conv1d", "norm", *matrices]
-
-
 def delta_rules(net: DeltaNet, prefix: str) -> dict[str, Rule]:
     """The rules of the parameters, in which the rows of a key head are together."""
     q, k = net.key_size, 2 * net.key_size
@@ -122,9 +118,9 @@ def delta_rules(net: DeltaNet, prefix: str) -> dict[str, Rule]:
     return {
         "self_attention.A_log": of_heads("A_log"),
         "self_attention.dt_bias": of_heads("dt_bias"),
-        "self_attention.linear_qkvz.weight": qkvz,
-        "self_attention.linear_ba.weight": ba,
         "self_attention.conv1d": Rule((prefix + "conv1d.weight",) * 3, dim=0, intervals=rows),
         "self_attention.norm": Rule((prefix + "norm.weight",), dim=None),
+        "self_attention.linear_qkvz.weight": qkvz,
+        "self_attention.linear_ba.weight": ba,
         "self_attention.linear_proj.weight": Rule((prefix + "out_proj.weight",), dim=1),
     }

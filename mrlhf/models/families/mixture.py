@@ -15,7 +15,12 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Family
 from mrlhf.models.families.dense import REQUIRED_KEYS, dense_family
 from mrlhf.models.families.dense_weights import rules_of, tensor_shapes
-from mrlhf.models.families.expert_weights import ExpertNames, forms_in_memory
+from mrlhf.models.families.expert_weights import (
+    CORRECTION,
+    ExpertNames,
+    forms_in_memory,
+    stacked_forms,
+)
 from mrlhf.models.spec import Experts, Head, ModelSpec
 from mrlhf.weights.forms import OtherForm
 
@@ -25,6 +30,12 @@ SHARED_EXPERT_KEYS = (
     "shared_expert_intermediate_size",
 )
 """What a `config.json` must state for `with_shared_expert`."""
+GROUPED_KEYS = (
+    "n_routed_experts or num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+"""The same for `grouped_experts`."""
 
 
 def mixture_family(
@@ -42,6 +53,32 @@ def mixture_family(
         base_rules=partial(rules_of, names=names),
         other_forms=partial(_other_forms, names=names),
     )
+
+
+def grouped_family(
+    model_type: str,
+    class_stem: str,
+    read_config: Callable[[dict[str, Any], Head], ModelSpec],
+    required_keys: tuple[str, ...] = GROUPED_KEYS,
+) -> Family:
+    """A family with the mixtures of `grouped_experts`, and tensors as those of DeepSeek-V3."""
+    names = ExpertNames(shared="mlp.shared_experts")
+    return replace(
+        mixture_family(model_type, class_stem, read_config, names, required_keys),
+        ignored_prefixes=draft_layers,
+        float32_endings=(CORRECTION,),
+    )
+
+
+def stacked_experts(
+    spec: ModelSpec, names: ExpertNames, in_mxfp4: tuple[bool, ...] = (False,)
+) -> dict[str, OtherForm]:
+    """The stacks of the experts of all layers, in each of these forms; see `stacked_forms`."""
+    forms: dict[str, OtherForm] = {}
+    for layer in range(spec.num_layers):
+        for packs in in_mxfp4 if spec.has_experts(layer) else ():
+            forms.update(stacked_forms(spec, names, f"model.layers.{layer}.", packs))
+    return forms
 
 
 def _other_forms(spec: ModelSpec, names: ExpertNames) -> dict[str, OtherForm]:

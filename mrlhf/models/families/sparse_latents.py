@@ -6,20 +6,15 @@ This file knows only what their `config.json` may say.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Family
-from mrlhf.models.families.deepseek_v3 import DEEPSEEK_V3, REQUIRED, latent_spec
+from mrlhf.models.families.deepseek_v3 import REQUIRED, latent_spec
 from mrlhf.models.families.dense import refuse_scalar, require_values
-from mrlhf.models.families.expert_weights import ExpertNames
 from mrlhf.models.families.glm4_moe_lite import listed_experts
-from mrlhf.models.families.mixture import (
-    count,
-    draft_layers,
-    mixture_family,
-    with_experts,
-)
+from mrlhf.models.families.mixture import count, grouped_family, with_experts
 from mrlhf.models.spec import Head, Indexer, ModelSpec
 
 _MOST_CHOSEN = 10**7
@@ -62,17 +57,9 @@ def _own_indexers(config: dict[str, Any]) -> tuple[bool, ...]:
 
 def _family(model_type: str, class_stem: str, interleaved: bool) -> Family:
     """Return a family; `interleaved` is how its indexers rotate."""
-    return replace(
-        mixture_family(
-            model_type,
-            class_stem,
-            lambda config, head: _read_config(config, head, class_stem, interleaved),
-            ExpertNames(shared="mlp.shared_experts"),
-            (*REQUIRED, "index_n_heads", "index_head_dim", "index_topk"),
-        ),
-        ignored_prefixes=draft_layers,
-        float32_endings=DEEPSEEK_V3.float32_endings,
-    )
+    keys = (*REQUIRED, "index_n_heads", "index_head_dim", "index_topk")
+    read = partial(_read_config, class_stem=class_stem, interleaved=interleaved)
+    return grouped_family(model_type, class_stem, read, keys)
 
 
 DEEPSEEK_V32 = _family("deepseek_v32", "DeepseekV32", interleaved=False)

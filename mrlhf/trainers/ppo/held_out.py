@@ -41,14 +41,14 @@ class HeldOut:
 
     def due(self, number: int) -> list[str]:
         """The splits that are due after training step `number`; 0 is before the first one."""
-        last = self._parts.steps
+        last = self._parts.inputs.steps
         if number == 0:
             due = ["val", "test"] if self._section.val_before_train else []
         elif number == last:
             due = ["val", "test"]
         else:
             due = ["val"] if self._section.test_is_due(number, last) else []
-        return [split for split in due if split in self._parts.held_out]
+        return [split for split in due if split in self._parts.inputs.held_out]
 
     def after_step(self, number: int) -> dict[str, float]:
         """Measure the splits that are due after training step `number`; none may be."""
@@ -65,7 +65,7 @@ class HeldOut:
         self._parts.generator.take_weights(version=number)
         splits = self.due(number)
         generate = self._parts.generator.generate
-        prompts = self._parts.held_out
+        prompts = self._parts.inputs.held_out
 
         greedy = {}
         sampled = {}

@@ -53,7 +53,7 @@ class StepReport:
         collected = updating.collected
         experience = updating.experience
 
-        shows_training = "val" not in self._parts.held_out
+        shows_training = "val" not in self._parts.inputs.held_out
         if shows_training and (number == 1 or number % SAMPLES_EVERY == 0):
             title = f"training step {number}"
             self._samples.show("training", title, collected.rollout, collected.scores)
@@ -97,7 +97,7 @@ class StepReport:
             dump = Dump(
                 updating.number, updating.experience, scores, updating.entropy, new_logprobs
             )
-            write_dump(self._run.output_dir, dump, section, self._parts.tokenizer)
+            write_dump(self._run.output_dir, dump, section, self._parts.inputs.tokenizer)
 
     def _batch_metrics(
         self, collected: Collected, experience: Experience, seconds: Mapping[str, float]

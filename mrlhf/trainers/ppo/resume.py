@@ -203,7 +203,7 @@ def restore(
                     "before"
                 )
         machine = parts.generator.machine
-        return Updating.from_state(state["progress"], parts.prompts.with_uids, machine)
+        return Updating.from_state(state["progress"], parts.inputs.prompts.with_uids, machine)
     if "drawn" not in state:
         return Between()
 
@@ -236,7 +236,7 @@ def _restore_parts(parts: PPOParts, state: Mapping[str, Any]) -> None:
         parts.scorer.reward_model.reference_means = state.get("reference_means")
     begun = state.get("begun", {})
     if parts.partial is not None:
-        parts.partial.load_state_dict(begun, parts.prompts.with_uids)
+        parts.partial.load_state_dict(begun, parts.inputs.prompts.with_uids)
     else:
         warn_of_dropped(begun)
 

@@ -58,9 +58,9 @@ class PPORun:
         self._config = config
         self._trainer = PPOTrainer(config, run, parts)
         trainer = config.trainer
-        shared = (parts.tokenizer, trainer.max_shard_size_mb)
+        shared = (parts.inputs.tokenizer, trainer.max_shard_size_mb)
         self._exported = ExportedModel(
-            parts.actor.engine, *shared, parts.generation_config, trainer.export_merged
+            parts.actor.engine, *shared, parts.inputs.generation_config, trainer.export_merged
         )
         self._beside: dict[str, ExportedModel] = {}  # by the name of its directory
         if trainer.export_critic and parts.critic is not None:
@@ -69,9 +69,9 @@ class PPORun:
             run,
             config,
             parts.trained(),
-            parts.steps,
+            parts.inputs.steps,
             partial(export_checkpoint, self._exported),
-            "val" in parts.held_out,
+            "val" in parts.inputs.held_out,
             trainer.critic_warmup,
             {} if parts.earlier is None else {TEACHER: parts.earlier.save},
         )
@@ -91,7 +91,8 @@ class PPORun:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
         parts = self._parts
-        with closing(Reporter.of(self._run, self._config, parts.steps, self._resumed)) as reporter:
+        steps = parts.inputs.steps
+        with closing(Reporter.of(self._run, self._config, steps, self._resumed)) as reporter:
             try:
                 self._train(reporter)
             except Interrupted:
@@ -112,7 +113,7 @@ class PPORun:
     def _achievements(self) -> dict[str, Any]:
         """The results of the run, and the number of held-out prompts that show them."""
         reached: dict[str, Any] = dict(ppo_achievements(self._run.output_dir))
-        held_out = self._parts.held_out.get("test") or self._parts.held_out.get("val")
+        held_out = self._parts.inputs.held_out.get("test") or self._parts.inputs.held_out.get("val")
         return reached if held_out is None else reached | {"held_out_prompts": len(held_out)}
 
     def _train(self, reporter: Reporter) -> None:
@@ -124,7 +125,7 @@ class PPORun:
             reporter.report(0, self._last_metrics)
             self._checkpoints.before_training(self._last_metrics)
 
-        while self._completed < self._parts.steps:
+        while self._completed < self._parts.inputs.steps:
             with self._run.phases.interruptible():
                 pass  # between two steps
             state = trainer.state

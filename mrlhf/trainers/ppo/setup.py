@@ -5,14 +5,13 @@ It knows which configuration key goes to which part. It runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mrlhf.batch import Prompts
 from mrlhf.config.roots import PPOConfig, is_reward_model
-from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.inference.base import SamplingParams
@@ -50,14 +49,9 @@ from mrlhf.training.engine import ModelEngine
 class PPOParts:
     """The parts of a PPO run on this rank."""
 
-    tokenizer: Tokenizer
+    inputs: PPOInputs
     sampling: SamplingParams  # how the responses of training are sampled
-    generation_config: str | None  # the text of the actor's `generation_config.json`, if it has one
-    # Prompts by split, "val" and "test"; a split that the run does not have is missing.
-    held_out: Mapping[str, Prompts]
-    prompts: PromptDataset
     sampler: StatefulSampler  # the order of the training prompts
-    steps: int  # training steps of the run
     actor: Actor
     critic: Critic | None  # None if the advantage estimator needs no values
     reference: Reference | None  # None if no KL is asked for
@@ -129,13 +123,9 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
         )
     collector = _collector(config, generator, scorer, shaper, supply, partial_sampler)
     return PPOParts(
-        tokenizer=tokenizer,
+        inputs=inputs,
         sampling=training_sampling(config, inputs.endings, actor.engine),
-        generation_config=inputs.generation_config,
-        held_out=inputs.held_out,
-        prompts=prompts,
         sampler=sampler,
-        steps=inputs.steps,
         actor=actor,
         critic=critic,
         reference=reference,

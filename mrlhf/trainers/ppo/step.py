@@ -28,7 +28,7 @@ class PPOTrainer:
     def __init__(self, config: PPOConfig, run: Run, parts: PPOParts) -> None:
         self.parts = parts
         self.state: StepState = Between()
-        samples = SampleViewer(run, parts.tokenizer, config.trainer.log_samples)
+        samples = SampleViewer(run, parts.inputs.tokenizer, config.trainer.log_samples)
         self.held_out = HeldOut(config.trainer, run.phases, parts, samples)
         self._config = config
         self._phases = run.phases

@@ -82,7 +82,7 @@ class Work:
         sequences = self.machine.compute_on_leader(rollout.sequences, shared)
 
         own = {}
-        for role, ids_of in parts.prompts.other_ids.items():
+        for role, ids_of in parts.inputs.prompts.other_ids.items():
             other = [ids_of[uid] for uid in rollout.prompts.uid]
             own[role] = self.machine.compute_on_leader(partial(rollout.sequences, other), shared)
 
