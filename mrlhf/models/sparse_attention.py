@@ -38,6 +38,8 @@ def turned(x: Tensor, indexer: Indexer, cosines: Tensor, sines: Tensor) -> Tenso
 def chosen_keys(queries: IndexQueries, keys: Tensor, positions: Tensor, most: int) -> Tensor:
     """Return the keys that score highest of those that each query sees, the best first.
 
+    Of keys that score alike those that come first in the sequence are better.
+
     Args:
         queries: of one sequence, or of several with the same number of them.
         keys: [..., keys, head_dim].
@@ -62,7 +64,9 @@ def chosen_keys(queries: IndexQueries, keys: Tensor, positions: Tensor, most: in
         products = products.unflatten(-2, heads.shape[-3:-1])
         scores = (weights.unsqueeze(-2) @ products).squeeze(-2)
         scores.masked_fill_(every > own.unsqueeze(-1), -torch.inf)
-        places.append(scores.topk(min(most, len(every)), dim=-1).indices)
+        # Scores are exactly 0 where all products are negative, and topk takes any of those.
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        places.append(order[..., :most])
     return torch.cat(places, dim=-2)
 
 

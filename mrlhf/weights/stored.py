@@ -444,8 +444,9 @@ def _check_formats(stored: ModelFiles) -> None:
     for tensor in stored.tensors.values():
         if tensor.dtype not in DTYPES and tensor.scales is None:
             raise WeightError(
-                f"{tensor.file}: {tensor.name} is of type {tensor.dtype}; quantised weights are "
-                "not supported, give the model in bfloat16, float16 or float32"
+                f"{tensor.file}: {tensor.name} is of type {tensor.dtype}, and no scales that are "
+                "read lie beside it; if they should, copy the model again, else give it in "
+                "bfloat16, float16 or float32"
             )
 
 

@@ -34,6 +34,17 @@ _MIXTURES: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 12,
 }
+_INDEXER: dict[str, Any] = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 9,
+    "dsa_indexer_topk": 3,
+    "dsa_indexer_topk_freq": 1,
+    "dsa_indexer_skip_topk_offset": 0,
+    "dsa_indexer_rotate_activation": False,
+    "dsa_indexer_k_norm_epsilon": 1e-6,
+    "apply_rope_fusion": False,
+}
 _DELTA: dict[str, Any] = {
     "experimental_attention_variant": "gated_delta_net",
     "attention_output_gate": True,
@@ -169,6 +180,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "delta": {**_DELTA, "linear_attention_freq": [1, 0, 1, 0]},
         "mixtures": {**_OF_DELTA, "moe_layer_freq": 1},
     },
+    "deepseek_v32": {
+        "qk_norm": True,
+        "head_dim": 7,
+        "latent": _LATENT
+        | {"q_lora_rank": 10, "rope_type": "yarn", "rotary_scaling_factor": 40.0}
+        | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        "indexer": {**_INDEXER, "dsa_indexer_rope_interleaved": False},
+        "mixtures": {**_MIXTURES, "moe_layer_freq": 1},
+    },
+    "glm_moe_dsa": {
+        "qk_norm": True,
+        "head_dim": 7,
+        "latent": _LATENT | {"q_lora_rank": 10, "rope_type": "rope"},
+        "indexer": {
+            **_INDEXER,
+            "dsa_indexer_topk_freq": 2,
+            "dsa_indexer_skip_topk_offset": 2,
+            "dsa_indexer_rope_interleaved": True,
+        },
+        "mixtures": {**_MIXTURES, "moe_layer_freq": [0, 1, 1, 1]},
+    },
 }
 """What Megatron-LM is told of the models of `tests/models/checkpoints.py`, beside their sizes."""
 
@@ -198,6 +230,9 @@ SAVED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"model": MODELS["gpt_oss"]},
     "deepseek_v3": {"model": MODELS["deepseek_v3"]},
     "deepseek_v3-local": {"model": MODELS["deepseek_v3"], "names": "local"},
+    "deepseek_v32": {"model": MODELS["deepseek_v32"]},
+    "glm_moe_dsa": {"model": MODELS["glm_moe_dsa"]},
+    "glm_moe_dsa-separate": {"model": MODELS["glm_moe_dsa"], "separate": True},
     "qwen3_next-separate": {
         "model": {**MODELS["qwen3_next"], "delta": {**_DELTA, "linear_attention_freq": 3}},
         "separate": True,
@@ -223,7 +258,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs = []
         for name, model in MODELS.items():
             if ranks == 1 or name in TWO_RANKS:
-                parts = ("mixtures", "latent", "gpt_oss", "delta")
+                parts = ("mixtures", "latent", "indexer", "gpt_oss", "delta")
                 more = [name for part in parts for name in model.get(part, {})]
                 same = [*SAME_ARGUMENTS, *more] if ranks == 1 else []
                 again = {"again": str(path / "loaded" / f"{name} {ranks}")}

@@ -48,6 +48,17 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "pad_token_id": None,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_INDEXER = {"q_lora_rank": 10, "index_n_heads": 3, "index_head_dim": 9, "index_topk": 3}
 _DELTA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -154,22 +165,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "first_k_dense_replace": 1,
         "q_lora_rank": 10,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 40.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_parameters": _YARN,
     },
     "glm4_moe_lite": {
         **_LATENT,
         "model_type": "glm4_moe_lite",
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         "q_lora_rank": None,
+    },
+    "deepseek_v32": {
+        **_LATENT,
+        **_INDEXER,
+        "model_type": "deepseek_v32",
+        "mlp_layer_types": ["sparse"] * 4,
+        "rope_parameters": _YARN,
+    },
+    "glm_moe_dsa": {
+        **_LATENT,
+        **_INDEXER,
+        "model_type": "glm_moe_dsa",
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "full"],
     },
     "qwen3_next": {
         **_DELTA,

@@ -32,7 +32,7 @@ def run_jobs(directory: Path, jobs: list[dict[str, Any]], ranks: int = 1) -> Non
     for rank in range(ranks):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
@@ -83,6 +83,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         **{"num_experts": None, **model.get("mixtures", {})},
         multi_latent_attention="latent" in model,
         **model.get("latent", {}),
+        **model.get("indexer", {}),
         **model.get("delta", {}),
         tensor_model_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
         pipeline_model_parallel_size=1,
@@ -122,7 +123,13 @@ def build(job: dict[str, Any]) -> Any:
         spec = block_spec(config)
     elif mixtures:
         spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
-        if args.multi_latent_attention:
+        if "indexer" in job["model"]:
+            from tests.models.megatron_sparse import attend_sparsely
+
+            attend_sparsely(spec)
+            for name, value in job["model"]["indexer"].items():
+                setattr(config, name, value)
+        elif args.multi_latent_attention:
             _let_heads_of_values_differ(spec)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
@@ -233,7 +240,7 @@ def sharded_model(job: dict[str, Any], model: Any) -> dict[str, Any]:
     if job["model"].get("mixtures") and job.get("names") != "local":
         name_norms_of_mixtures(sharded)
     if job["model"].get("latent") and job.get("names") != "local":
-        name_norms_of_latents(sharded)
+        name_norms_of_latents(sharded, fuses="indexer" not in job["model"])
     if job.get("names") == "own":
         for entry in sharded.values():
             key = entry.key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
@@ -253,11 +260,11 @@ def name_norms_of_mixtures(sharded: dict[str, Any]) -> None:
             entry.key = f"{layer}pre_mlp_layernorm.{rest}"
 
 
-def name_norms_of_latents(sharded: dict[str, Any]) -> None:
-    """Give norms that a linear layer of latent attention or a dense MLP follows such names, too."""
+def name_norms_of_latents(sharded: dict[str, Any], fuses: bool) -> None:
+    """Give norms that a dense MLP or, if it fuses, latent attention follows such names, too."""
     keys = {entry.key for entry in sharded.values()}
     for entry in sharded.values():
-        for letter in ("q", "kv"):
+        for letter in ("q", "kv") if fuses else ():
             entry.key = entry.key.replace(
                 f"self_attention.{letter}_layernorm.",
                 f"self_attention.linear_{letter}_up_proj.layer_norm_",

@@ -60,6 +60,8 @@ def _linear_layers(name: str) -> int:
         "glm4_moe": 3 * (2 + 8 * 2 + 2) + 4,
         "deepseek_v3": 3 * (5 + 8 * 2 + 2) + 5 + 2,
         "glm4_moe_lite": 3 * (4 + 8 * 2 + 2) + 4 + 2,
+        "deepseek_v32": 4 * (5 + 3 + 8 * 2 + 2),
+        "glm_moe_dsa": 3 * (5 + 8 * 2 + 2) + 5 + 2 + 3 * 3,
         "qwen3_next": 3 * (2 + 8 * 2 + 2) + 4,
         "qwen3_5_moe_text": 4 * (2 + 8 * 2 + 2),
     }

@@ -28,6 +28,7 @@ from mrlhf.models.attention_sizes import attention_of
 from mrlhf.models.families import Chunk, family_of, load_spec, save_config, spec_of
 from mrlhf.models.families.values import check_values
 from mrlhf.models.rope import rope_of
+from mrlhf.models.sparse_attention import IndexQueries, chosen_keys
 from mrlhf.models.weight_files import expected_tensors
 from mrlhf.preflight.footprint import footprint
 from mrlhf.preflight.model_checks import check_models
@@ -215,7 +216,7 @@ def test_fp8_weights_without_fitting_scales_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     scales = stored.pop(f"{name}_scale_inv")
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(WeightError, match=f"{name} is of type F8_E4M3"):
+    with pytest.raises(WeightError, match=f"{name} is of type F8_E4M3, and no scales"):
         read_weights(tmp_path, [], expected_tensors(spec))
 
     save_file({**stored, f"{name}_scale_inv": scales[:1]}, tmp_path / "model.safetensors")
@@ -227,6 +228,18 @@ def test_other_blocks_of_fp8_are_refused() -> None:
     quantised = {"quant_method": "fp8", "weight_block_size": [64, 64]}
     with pytest.raises(ConfigError, match=r"fp8 with weight_block_size \[128, 128\]"):
         check_values(tiny_config("deepseek_v3").to_dict() | {"quantization_config": quantised})
+
+
+@pytest.mark.parametrize("count", [9, 40, 300])
+def test_of_keys_that_score_alike_the_first_are_chosen(count: int) -> None:
+    """So the engine, which has more columns, chooses as training does."""
+    heads = torch.ones(2, 3, 4)
+    heads[1] = 0.0  # all keys score 0
+    queries = IndexQueries(heads, torch.ones(2, 3))
+    keys = -torch.ones(count, 4)  # whose products are negative, but for two
+    keys[[4, 7]] = torch.tensor([[1.0], [2.0]])
+    places = chosen_keys(queries, keys, torch.tensor([8, 8]), most=5)
+    assert places.tolist() == [[7, 4, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_a_critic_has_a_head_of_one_row() -> None:

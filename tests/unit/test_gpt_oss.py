@@ -24,6 +24,7 @@ from mrlhf.config.sections import LoraSection
 from mrlhf.errors import CheckpointError, ConfigError, WeightError
 from mrlhf.models.adapter_choice import trained_spec
 from mrlhf.models.families import family_of, load_spec, save_config, spec_of
+from mrlhf.models.families.values import check_values
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ClampedSwish, Experts, ModelSpec
@@ -166,12 +167,18 @@ def test_experts_in_mxfp4_are_read_as_transformers_converts_them(tmp_path: Path)
 
     scales = packed.pop(EXPERTS + "down_proj_scales")
     for other, message in (
-        ({}, "down_proj_blocks is of type U8; quantised weights are not supported"),
+        ({}, "down_proj_blocks is of type U8, and no scales that are read lie beside it"),
         ({EXPERTS + "down_proj_scales": scales[:3]}, r"down_proj_scales is \[3, 32, 2\] and not"),
     ):
         save_file(packed | other, tmp_path / FILE)
         with pytest.raises(WeightError, match=message):
             read_model(tmp_path, load_spec(tmp_path, "lm"), [], needs_head=False)
+
+
+def test_it_is_said_which_quantised_weights_are_read() -> None:
+    config = tiny_config("gpt_oss").to_dict() | {"quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(ConfigError, match="not supported but for mxfp4, fp8 with"):
+        check_values(config, family_of(tiny_spec("gpt_oss")).quantisations)
 
 
 def test_adapters_go_beside_all_linear_layers_but_routers() -> None:

@@ -40,6 +40,14 @@ from mrlhf.checkpoint.conversion.megatron_gpt_oss import (
     gpt_oss_rope_parameters,
     stated_gpt_oss,
 )
+from mrlhf.checkpoint.conversion.megatron_indexers import (
+    INDEXER_COMPARED,
+    INDEXER_FAMILIES,
+    INDEXER_VALUES,
+    indexer_arguments,
+    indexer_config,
+    indexer_problems,
+)
 from mrlhf.checkpoint.conversion.megatron_latents import (
     LATENT_ROPE,
     LATENT_SIZES,
@@ -64,10 +72,10 @@ SHAPE_ARGUMENTS = (
 # Arguments whose values stand in the command line, unless they are None.
 _OPTIONS_WITH_VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("experimental_attention_variant", "linear_attention_freq", *DELTA_SIZES),
+    *("linear_attention_freq", *DELTA_SIZES),
     *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
     *("make_vocab_size_divisible_by", "rotary_seq_len_interpolation_factor"),
-    *(*LATENT_SIZES, *LATENT_ROPE),
+    *(*LATENT_SIZES, *LATENT_ROPE, *INDEXER_VALUES),
 )
 # Arguments that must be those of the model, if a checkpoint states them.
 _COMPARED = (
@@ -75,7 +83,7 @@ _COMPARED = (
     *DELTA_SIZES,
     *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
     *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
-    *("multi_latent_attention", *LATENT_SIZES),
+    *("multi_latent_attention", *LATENT_SIZES, *INDEXER_COMPARED),
 )
 
 # Megatron-LM's default if an argument is not stated, and the value that all our families need.
@@ -93,6 +101,7 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "mtp_num_layers": (None, None),
     "window_attn_skip_freq": (None, None),
     "no_rope_freq": (None, None),
+    "dsa_indexer_scoring_relu": (True, True),
     **OTHERS_NEED,
     **ROUTER_NEEDS,
 }
@@ -155,6 +164,8 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": -(-spec.vocab_size // vocab_divisible_by) * vocab_divisible_by,
         **latent_arguments(spec),
+        "experimental_attention_variant": None,
+        **indexer_arguments(spec),
         **expert_arguments(spec),
         **(gpt_oss_arguments(spec) if spec.family == GPT_OSS else {}),
         **delta_arguments(spec),
@@ -168,7 +179,6 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "gates of attention, and no delta nets": spec.output_gate and spec.delta is None,
         "norms after attention and MLP": spec.norms_after,
         "rotated halves of latents": spec.latent is not None and not spec.latent.interleaved,
-        "indexers": spec.latent is not None and spec.latent.indexer is not None,
         "gates with gelu": spec.activation != "silu",
         "a norm over all heads of q and k": spec.qk_norm == "projection",
         "multipliers of embeddings, residuals, attention or logits": (
@@ -213,9 +223,10 @@ def command_line(arguments: Mapping[str, Any]) -> str:
     if arguments["group_query_attention"]:
         options.append("--group-query-attention")
         options.append(f"--num-query-groups {arguments['num_query_groups']}")
-    flags = ("add_qkv_bias", "qk_layernorm", "multi_latent_attention")
-    for name in (*flags, "untie_embeddings_and_output_weights"):
-        if arguments[name]:
+    flags = ["add_qkv_bias", "qk_layernorm", "multi_latent_attention"]
+    flags += ["untie_embeddings_and_output_weights", "dsa_indexer_rope_interleaved"]
+    for name in flags:
+        if arguments.get(name):
             options.append(f"--{name.replace('_', '-')}")
     if arguments["use_rope_scaling"]:
         options.append("--use-rope-scaling")
@@ -226,6 +237,8 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
     if arguments["rotary_percent"] != 1.0:
         options.append(f"--rotary-percent {arguments['rotary_percent']}")
+    if arguments["experimental_attention_variant"] == "dsa":
+        options += ["--no-dsa-indexer-rotate-activation", "--no-rope-fusion"]
     options += expert_options(arguments)
     return "\n".join(options) + "\n"
 
@@ -281,6 +294,8 @@ def config_of(
         config |= delta_config(arguments)
     if family in LATENT_FAMILIES:
         config |= latent_config(arguments)
+    if family in INDEXER_FAMILIES:
+        config |= indexer_config(arguments, family)
     if family in MIXTURE_FAMILIES:
         config |= expert_config(arguments, family)
     return config
@@ -339,6 +354,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
             if stated != expected.get(name):
                 found.append(difference(name, stated, expected.get(name)))
 
+    found += indexer_problems(spec, arguments)
     found += contradictions(spec, arguments)
     for name, (_, needed) in _needed(spec.family).items():
         if arguments.get(name, needed) != needed:

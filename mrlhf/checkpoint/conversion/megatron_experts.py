@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_FAMILIES, family_of_latents
 from mrlhf.errors import CheckpointError
 from mrlhf.models.spec import Experts, ModelSpec
 
 # The families with mixtures that Megatron-LM's arguments can describe.
-LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
+LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite", *INDEXER_FAMILIES)
 MIXTURE_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", *LATENT_FAMILIES),
     *("qwen3_next", "qwen3_5_moe_text"),
@@ -141,7 +142,7 @@ def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
     """The family that has the most notable feature of a checkpoint's mixtures."""
     stated = stated_experts(arguments)
     if arguments.get("multi_latent_attention"):
-        return "deepseek_v3"
+        return family_of_latents(arguments)
     if stated["moe_router_score_function"] == "sigmoid":
         return "glm4_moe"
     if stated["moe_shared_expert_intermediate_size"] is not None:
@@ -187,7 +188,7 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
             "attention_bias": bool(arguments.get("add_qkv_bias")),
             "use_qk_norm": bool(arguments.get("qk_layernorm")),
             "num_nextn_predict_layers": 0,
-            **({"mlp_layer_types": kinds} if family == "glm4_moe_lite" else {}),
+            **({} if family in ("glm4_moe", "deepseek_v3") else {"mlp_layer_types": kinds}),
         }
 
     config |= {

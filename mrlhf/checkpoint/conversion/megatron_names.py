@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from mrlhf.checkpoint.conversion.megatron_delta_nets import DELTA_NAMES, with_parts_apart
 from mrlhf.checkpoint.conversion.megatron_gpt_oss import alternates
+from mrlhf.checkpoint.conversion.megatron_indexers import INDEXER_NAMES
 from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
@@ -43,6 +44,7 @@ _OTHER_NAMES = {
     "mlp.shared.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
     "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
+    **INDEXER_NAMES,
 }
 _OUR_NAMES = {theirs: ours for ours, theirs in (_OTHER_NAMES | DELTA_NAMES).items()}
 
@@ -96,8 +98,10 @@ def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> Stor
     if expert is not None:
         name = f"mlp.experts.experts.{expert[2]}"
     elif fused_norms and not (name.startswith("pre_mlp") and spec.has_experts(layer)):
-        # No layer follows the norm of a mixture at once.
-        name = (_FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS).get(name, name)
+        # No layer follows the norm of a mixture at once, or a norm whose output an indexer takes.
+        is_read = spec.indexer_of(0) is not None and name.startswith("self_attention.")
+        fused = _FUSED_NORMS if spec.latent is None else _FUSED_LATENT_NORMS
+        name = name if is_read else fused.get(name, name)
     name = _OTHER_NAMES.get(name, name)
     if spec.has_delta(layer):
         name = DELTA_NAMES.get(name, name)
@@ -126,6 +130,9 @@ def extra_states(spec: ModelSpec) -> Iterator[str]:
         if spec.has_delta(layer):
             layers = ["in_proj", "out_proj"]
         modules = [f"self_attention.{name.removesuffix('.weight')}" for name in layers]
+        if spec.indexer_of(layer) is not None:
+            names = INDEXER_NAMES.values()
+            modules += [name.removesuffix(".weight") for name in names if "k_norm" not in name]
         modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
 
         for module in modules:

@@ -82,6 +82,10 @@ def write_megatron(
             f"Megatron-LM gives the norms of latents the epsilon {spec.norm_eps} of all norms; "
             f"transformers gives them {spec.latent.norm_eps}"
         )
+    if spec.indexer_of(0) is not None:
+        notes.append(
+            "the indexers are for megatron-core 0.19 and later; older ones compute otherwise"
+        )
     if arguments["position_embedding_type"] == "yarn":
         notes.append(
             "pretrain_gpt.py has no options for yarn; set position_embedding_type of GPTModel, and "

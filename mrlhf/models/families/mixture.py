@@ -103,7 +103,8 @@ def with_experts(spec: ModelSpec, experts: Experts) -> ModelSpec:
     if experts.count % experts.groups or experts.groups_per_token > experts.groups:
         raise ConfigError(
             f"config.json has {experts.groups} groups of {experts.count} experts, of which a token "
-            f"takes {experts.groups_per_token}; the groups must divide the experts"
+            f"takes {experts.groups_per_token}; the groups must divide the experts "
+            "and be no fewer than those"
         )
     in_groups = experts.count // experts.groups * experts.groups_per_token
     if experts.groups > 1 and (experts.count < 2 * experts.groups or in_groups < experts.per_token):

@@ -12,7 +12,7 @@ from typing import Any
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Family
 from mrlhf.models.families.deepseek_v3 import REQUIRED, latent_spec
-from mrlhf.models.families.dense import refuse_scalar
+from mrlhf.models.families.dense import refuse_scalar, require_values
 from mrlhf.models.families.glm4_moe_lite import listed_experts
 from mrlhf.models.families.mixture import count, grouped_family, with_experts
 from mrlhf.models.spec import Head, Indexer, ModelSpec
@@ -24,6 +24,7 @@ def _read_config(
     config: dict[str, Any], head: Head, class_stem: str, interleaved: bool
 ) -> ModelSpec:
     refuse_scalar(config, head, class_stem)
+    require_values(config, {"indexer_rope_interleave": interleaved})
     # Both rotate neighbours, whatever a file says.
     spec = latent_spec({**config, "rope_interleave": True}, head)
     assert spec.latent is not None

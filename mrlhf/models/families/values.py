@@ -117,10 +117,12 @@ def check_values(config: Mapping[str, Any], quantisations: Sequence[str] = ()) -
         if stated is None or method in quantisations:
             continue
         if not _is_block_fp8(stated) and not _is_packed_int4(stated):
+            others = "".join(f"{name}, " for name in quantisations)
             raise ConfigError(
-                f"{key} says that the weights are quantised, which is not supported but for fp8 "
-                f"with weight_block_size {_FP8_BLOCKS} and compressed-tensors in format "
-                f"pack-quantized with {_INT4}; give the model in bfloat16, float16 or float32"
+                f"{key} says that the weights are quantised, which is not supported but for "
+                f"{others}fp8 with weight_block_size {_FP8_BLOCKS} and compressed-tensors in "
+                f"format pack-quantized with {_INT4}; give the model in bfloat16, float16 or "
+                "float32"
             )
     if config.get("transformers_weights") is not None:
         raise ConfigError(
